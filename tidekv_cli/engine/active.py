@@ -1,0 +1,76 @@
+"""The active layer's full-prompt KV, the only uncompressed KV there is. Knows no selector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tidekv_cli.engine.adapter import KeysOnlyError
+from tidekv_cli.engine.attention import Attention
+from tidekv_cli.engine.scoring import Observer
+
+
+class ActiveKV:
+    """Keys and values [1, Hkv, L, D] of the layer at work, and attention over them.
+
+    `reused` writes into one buffer of `capacity` rows that every layer uses again; otherwise the tensors are held
+    as the layer computed them and dropped by `clear`.
+    """
+
+    def __init__(self, attention: Attention, observer: Observer | None, capacity: int, reused: bool) -> None:
+        self._attention = attention
+        self._observer = observer
+        self._capacity = capacity
+        self._reused = reused
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._length = 0
+        self.keys_only = False
+        self.after_attention: Callable[[], None] | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """[1, Hkv, L, D]."""
+        assert self._keys is not None
+        return self._keys[:, :, : self._length]
+
+    @property
+    def values(self) -> Tensor:
+        """[1, Hkv, L, D]."""
+        assert self._values is not None
+        return self._values[:, :, : self._length]
+
+    def clear(self) -> None:
+        """Ready for the next layer."""
+        self._length = 0
+        if not self._reused:
+            self._keys = self._values = None
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take a chunk's rows. Raises `KeysOnlyError` when the rest of the layer is not wanted."""
+        self._keys = self._stored(self._keys, keys)
+        self._values = self._stored(self._values, values)
+        self._length += keys.shape[2]
+        if self.keys_only:
+            raise KeysOnlyError
+        return self.keys, self.values
+
+    def _stored(self, held: Tensor | None, rows: Tensor) -> Tensor:
+        if not self._reused:
+            return rows if held is None else torch.cat((held, rows), 2)
+        if held is None:
+            _, heads, _, size = rows.shape
+            held = rows.new_empty(1, heads, self._capacity, size)
+        held[:, :, self._length : self._length + rows.shape[2]] = rows
+        return held
+
+    def attend(self, queries: Tensor, scale: float) -> Tensor:
+        """Output [1, Hq, n, D] of the chunk's queries over the prompt so far; the observer sees queries and LSE."""
+        out, lse = self._attention.attend(queries, self.keys, self.values, scale)
+        if self._observer is not None:
+            self._observer.catch(queries, lse, self._length - queries.shape[2], scale)
+        if self.after_attention is not None:
+            self.after_attention()
+        return out

@@ -1,0 +1,211 @@
+"""Drives Hugging Face decoder layers one at a time by record and replay. The only engine file that knows transformers.
+
+The model's own forward is run on one chunk with taps in place of its layers; what each layer would have been
+given is kept and replayed on the real hidden states. Embedding scale, rotary tables, norm and head come for free.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from tidekv_cli.errors import ModelError
+
+_names = itertools.count()
+
+
+class LayerCache(Protocol):
+    """Where one layer's keys and values go, and what answers its queries."""
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take keys and values [B, Hkv, n, D] of new tokens; return all [B, Hkv, L, D]."""
+
+    def attend(self, queries: Tensor, scale: float) -> Tensor:
+        """Attention output [B, Hq, n, Dv] of the newest n tokens' queries."""
+
+
+class KeysOnlyError(Exception):
+    """Raised by `LayerCache.append` when nothing after the keys and values of this call is wanted."""
+
+
+class _StopForwardError(Exception):
+    """Ends a recorded forward at its last tap."""
+
+
+@dataclass(slots=True)
+class LayerCall:
+    """One recorded call of a layer: its hidden states [B, n, d] and everything else it was given."""
+
+    hidden: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _ReplayCache(Cache):
+    """The cache object that layers see: it routes to `LayerCache`s and states the logical length."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.targets: Sequence[LayerCache] = ()
+        self.logical_length = 0
+        self.active: LayerCache | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        self.active = self.targets[layer_idx]
+        return self.active.append(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.logical_length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.logical_length
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        length = query_length if isinstance(query_length, int) else len(query_length)
+        return self.logical_length + length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+
+def _causal_mask_only(*_: Any, mask_function: Callable[..., Any] | None = None, **__: Any) -> None:
+    """Stands for a mask: attention here is causal by construction, so any other rule is refused."""
+    if mask_function is not causal_mask_function:
+        raise ModelError(
+            "the model asks for an attention mask other than the causal one, which is not supported",
+            "use a model with full causal attention in every layer",
+        )
+
+
+class ModelAdapter:
+    """A loaded causal model, driven layer by layer. Batch size is one throughout."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.layers = self._find_layers()
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
+        self._cache = _ReplayCache()
+        name = f"tidekv_{next(_names)}"
+        AttentionInterface.register(name, _attention_of(weakref.ref(self)))
+        AttentionMaskInterface.register(name, _causal_mask_only)
+        weakref.finalize(self, _unregister, name)
+        model.set_attn_implementation(name)
+
+    def _find_layers(self) -> nn.ModuleList:
+        count = self.model.config.num_hidden_layers
+        kinds = set(self.model._no_split_modules or ())
+        found = [
+            module
+            for module in self.model.modules()
+            if isinstance(module, nn.ModuleList) and len(module) == count and type(module[0]).__name__ in kinds
+        ]
+        if len(found) != 1:
+            raise ModelError(
+                f"{type(self.model).__name__} has {len(found)} lists of {count} decoder layers, one is needed",
+                "use a supported architecture",
+            )
+        return found[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which type hidden states, keys and values are."""
+        return self.model.dtype
+
+    def bind(self, targets: Sequence[LayerCache]) -> None:
+        """Let layer i store into and attend over `targets[i]` from now on."""
+        self._cache.targets = targets
+
+    def record(self, ids: Tensor, start: int, layer: int) -> LayerCall:
+        """What `layer` would be given for tokens `ids` [1, n] at positions start..start+n.
+
+        `hidden` is the embedding, whatever the layer.
+        """
+        calls: list[LayerCall] = []
+
+        def tap(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            hidden, *rest = args
+            if index == layer:
+                calls.append(LayerCall(hidden, tuple(rest), kwargs))
+                raise _StopForwardError
+            return hidden
+
+        with self._tapped(range(layer + 1), tap):
+            try:
+                self._forward(ids, start)
+            except _StopForwardError:
+                return calls[0]
+        raise ModelError("the model's forward did not reach its layers", "use a supported architecture")
+
+    def replay(self, layer: int, hidden: Tensor, call: LayerCall) -> Tensor | None:
+        """Run `layer` on `hidden` [B, n, d]; None if its cache wanted the keys and values only."""
+        try:
+            out = self.layers[layer](hidden, *call.args, **call.kwargs)
+        except KeysOnlyError:
+            return None
+        return out[0] if isinstance(out, tuple) else out
+
+    def finish(self, hidden: Tensor, ids: Tensor, start: int) -> Tensor:
+        """Logits [V] in float32 of the last row of `hidden` [B, n, d], which left the last layer."""
+        last = len(self.layers) - 1
+        with self._tapped(range(last + 1), lambda index, args, _: hidden[:, -1:] if index == last else args[0]):
+            return self._forward(ids[:, -1:], start + ids.shape[1] - 1).logits[0, -1].float()
+
+    def step(self, ids: Tensor, start: int) -> Tensor:
+        """Logits [V] in float32 after tokens `ids` [1, n] at positions start.., through the bound caches."""
+        return self._forward(ids, start, logits_to_keep=1).logits[0, -1].float()
+
+    def _forward(self, ids: Tensor, start: int, **extra: Any) -> Any:
+        self._cache.logical_length = start
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        keywords = {self._cache_keyword: self._cache, **extra}
+        return self.model(input_ids=ids, position_ids=positions, use_cache=True, **keywords)
+
+    @contextmanager
+    def _tapped(self, which: range, tap: Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]) -> Iterator[None]:
+        try:
+            for index in which:
+                self.layers[index].forward = _bound_tap(tap, index)
+            yield
+        finally:
+            for index in which:
+                self.layers[index].__dict__.pop("forward", None)
+
+
+def _bound_tap(tap: Callable[..., Tensor], index: int) -> Callable[..., Tensor]:
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        if not args:
+            args = (kwargs.pop("hidden_states"),)
+        return tap(index, args, kwargs)
+
+    return forward
+
+
+def _attention_of(adapter: weakref.ref[ModelAdapter]) -> Callable[..., tuple[Tensor, None]]:
+    def attention(module: nn.Module, query: Tensor, *_: Any, scaling: float, **__: Any) -> tuple[Tensor, None]:
+        owner = adapter()
+        assert owner is not None and owner._cache.active is not None
+        return owner._cache.active.attend(query, scaling).transpose(1, 2), None
+
+    return attention
+
+
+def _unregister(name: str) -> None:
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(name, None)

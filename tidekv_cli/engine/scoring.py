@@ -1,0 +1,171 @@
+"""Blockwise importance scores of prompt keys from the observation window. Knows no budget and no cache layout.
+
+No W x S matrix is ever made: logits exist for one key block at a time, always in float32 (BF16 logits near 30 are
+off by 0.1, which exp() turns into 10 %).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Matrix kernels round differently in ragged last columns; whole tiles make a score independent of the block size.
+_TILE = 64
+
+Pooling = Literal["avg", "max"]
+
+
+@dataclass(slots=True)
+class Observation:
+    """What the last W queries saw: `queries` [Hq, W, D] and, where the backend gives it, `lse` [Hq, W] float32."""
+
+    queries: Tensor
+    lse: Tensor | None
+    scale: float
+
+
+class Observer:
+    """Collects the rows of the last `window` positions of a prompt of `length`, across chunks if need be."""
+
+    def __init__(self, window: int, length: int) -> None:
+        self._first = length - min(window, length)
+        self._queries: list[Tensor] = []
+        self._lse: list[Tensor] = []
+        self._scale = 1.0
+
+    def catch(self, queries: Tensor, lse: Tensor, start: int, scale: float) -> None:
+        """Keep what lies in the window of `queries` [1, Hq, n, D], whose first row has position `start`."""
+        stop = start + queries.shape[2]
+        if stop <= self._first:
+            return
+        skip = max(self._first - start, 0)
+        self._queries.append(queries[0, :, skip:].clone())
+        self._lse.append(lse[0, :, skip:].clone())
+        self._scale = scale
+
+    def take(self) -> Observation:
+        """The observation of the layer that just ended; the next layer starts empty."""
+        queries, lse = torch.cat(self._queries, 1), torch.cat(self._lse, 1)
+        self._queries, self._lse = [], []
+        return Observation(queries, lse, self._scale)
+
+
+def window_scores(keys: Tensor, observation: Observation, prefix: int, block: int) -> Iterator[Tensor]:
+    """Mean attention weight of keys 0 .. prefix-1 over the window's queries and a group's heads.
+
+    keys [Hkv, S, D]; yields [Hkv, n] float32, in order of position, n at most `block` rounded up to a tile. Every
+    window query sees every prefix key, so no mask is needed. Without an LSE it is computed first (the paper's two
+    passes).
+    """
+    queries = _grouped(observation, keys.shape[0])  # [Hkv, G W, D]
+    lse = window_lse(keys, observation, prefix, block) if observation.lse is None else observation.lse
+    lse = lse.reshape(keys.shape[0], -1, 1)
+    step = -(-block // _TILE) * _TILE
+    for start in range(0, prefix, step):
+        width = min(step, prefix - start)
+        weights = _logits(queries, keys[:, start : start + width])
+        weights.sub_(lse).exp_()
+        yield weights.sum(1)[:, :width] / queries.shape[1]
+
+
+def window_lse(keys: Tensor, observation: Observation, prefix: int, block: int) -> Tensor:
+    """Pass 1 of the paper: log-sum-exp [Hkv, G W] of each window query over the keys that it sees.
+
+    Running maximum and normaliser over key blocks; keys past a query's own position count as -inf.
+    """
+    queries = _grouped(observation, keys.shape[0])
+    heads, rows, _ = queries.shape
+    window = observation.queries.shape[1]
+    last_seen = prefix + torch.arange(window, device=keys.device).repeat(rows // window)  # of row g W + w
+    maximum = keys.new_full((heads, rows), float("-inf"), dtype=torch.float32)
+    total = torch.zeros_like(maximum)
+    for start in range(0, keys.shape[1], block):
+        part = keys[:, start : start + block]
+        logits = _logits(queries, part)[:, :, : part.shape[1]]
+        if start + block > prefix:
+            positions = start + torch.arange(part.shape[1], device=keys.device)
+            logits.masked_fill_(positions[None, :] > last_seen[:, None], float("-inf"))
+        new_maximum = torch.maximum(maximum, logits.amax(-1))
+        # Before any visible key the maximum is -inf and there is nothing to rescale.
+        rescale = torch.where(maximum.isinf(), 0.0, (maximum - new_maximum).exp())
+        shifted = (logits - new_maximum[..., None]).exp_().nan_to_num_(0.0)
+        total = total * rescale + shifted.sum(-1)
+        maximum = new_maximum
+    return maximum + total.log()
+
+
+def _grouped(observation: Observation, kv_heads: int) -> Tensor:
+    queries = observation.queries
+    return (queries.float() * observation.scale).reshape(kv_heads, -1, queries.shape[-1])
+
+
+def _logits(queries: Tensor, keys: Tensor) -> Tensor:
+    """[Hkv, R, n rounded up to a tile] float32; columns past n are zeros."""
+    ragged = -keys.shape[1] % _TILE
+    columns = keys.float()
+    if ragged:
+        columns = F.pad(columns, (0, 0, 0, ragged))
+    return torch.bmm(queries, columns.transpose(1, 2))
+
+
+def pool_scores(blocks: Iterator[Tensor], kernel: int, pooling: Pooling) -> Iterator[Tensor]:
+    """1-d pooling (stride 1, odd `kernel`, same length) over blocks as if they were one row.
+
+    A halo of kernel//2 scores crosses block borders; past both ends lie zeros for avg, -inf for max. Yields
+    [Hkv, n] pieces in order; together they are as long as the input.
+    """
+    halo = kernel // 2
+    fill = 0.0 if pooling == "avg" else float("-inf")
+    pool = F.avg_pool1d if pooling == "avg" else F.max_pool1d
+    carry: Tensor | None = None
+    for block in blocks:
+        joined = F.pad(block, (halo, 0), value=fill) if carry is None else torch.cat((carry, block), 1)
+        if joined.shape[1] >= kernel:
+            yield pool(joined, kernel, stride=1)
+        carry = joined[:, max(joined.shape[1] - (kernel - 1), 0) :]
+    if carry is not None and halo:
+        joined = F.pad(carry, (0, halo), value=fill)
+        if joined.shape[1] >= kernel:
+            yield pool(joined, kernel, stride=1)
+
+
+class StreamingTopK:
+    """The `count` highest scores per head of a stream of blocks; equal scores go to the lower position.
+
+    Holds [H, count + block] scores and positions, never the whole row. `torch.topk` promises no order among ties,
+    so blocks are ranked by a stable sort.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._scores: Tensor | None = None
+        self._positions: Tensor | None = None
+        self._next = 0
+
+    def skip(self, columns: int) -> None:
+        """Leave out the next `columns` positions."""
+        self._next += columns
+
+    def push(self, scores: Tensor) -> None:
+        """Offer the scores [H, n] of the next n positions."""
+        heads, width = scores.shape
+        positions = torch.arange(self._next, self._next + width, device=scores.device).expand(heads, -1)
+        self._next += width
+        if self._scores is not None and self._positions is not None:
+            scores, positions = torch.cat((self._scores, scores), 1), torch.cat((self._positions, positions), 1)
+        if scores.shape[1] > self._count:
+            order = scores.sort(dim=1, descending=True, stable=True).indices[:, : self._count]
+            order = order.sort(dim=1).values  # back to ascending positions
+            scores, positions = scores.gather(1, order), positions.gather(1, order)
+        self._scores, self._positions = scores, positions
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Positions [H, count] ascending and their scores. At least `count` positions must have been offered."""
+        assert self._scores is not None and self._positions is not None
+        assert self._scores.shape[1] == self._count
+        return self._positions, self._scores

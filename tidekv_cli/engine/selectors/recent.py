@@ -1,0 +1,40 @@
+"""Recent and StreamingLLM: what stays is decided by position alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tidekv_cli.engine.selectors import LayerView, Selection, shared_by_heads, span
+from tidekv_cli.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """The first `sinks` tokens and the most recent budget-sinks ones, at their own positions.
+
+    Source: Xiao et al., StreamingLLM (2024), with sinks=4; sinks=0 is the plain sliding control.
+    """
+
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise UsageError(f"sinks={self.sinks} is impossible", "use 0 or more")
+
+    @property
+    def window(self) -> int:
+        """No queries are needed."""
+        return 0
+
+    @property
+    def mandatory_tokens(self) -> int:
+        """The sinks and the newest token."""
+        return self.sinks + 1
+
+    def select(self, view: LayerView, budget: int) -> Selection:
+        """See `Selector.select`."""
+        heads, length, _ = view.keys.shape
+        recent = span(length - (budget - self.sinks), length, view.keys)
+        return shared_by_heads(torch.cat((span(0, self.sinks, view.keys), recent)), heads)

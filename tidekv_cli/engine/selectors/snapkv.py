@@ -1,0 +1,64 @@
+"""SnapKV: attention of the prompt's last queries predicts what generation will attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tidekv_cli.engine.scoring import Pooling, StreamingTopK, pool_scores, window_scores
+from tidekv_cli.engine.selectors import LayerView, Selection, span
+from tidekv_cli.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class SnapKV:
+    """The window, the first `sinks` tokens, and the keys that the window attended to most.
+
+    Source: Li et al., SnapKV (2024), with the LongBench settings by default (W=32, max pooling over 7). Softmax in
+    float32; mean over the window and over a group's heads, then pooling over the S-W keys before the window.
+    """
+
+    window: int = 32
+    pool: Pooling = "max"
+    pool_kernel: int = 7
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.sinks < 0:
+            raise UsageError(
+                f"window={self.window}, sinks={self.sinks} is impossible", "window is at least 1, sinks at least 0"
+            )
+        if self.pool not in ("avg", "max"):
+            raise UsageError(f"pool={self.pool} is not known", "use pool=avg or pool=max")
+        if self.pool_kernel < 1 or self.pool_kernel % 2 == 0:
+            raise UsageError(f"pool_kernel={self.pool_kernel} is impossible", "use an odd number, at least 1")
+
+    @property
+    def mandatory_tokens(self) -> int:
+        """Window and sinks."""
+        return self.window + self.sinks
+
+    def select(self, view: LayerView, budget: int) -> Selection:
+        """See `Selector.select`."""
+        heads, length, _ = view.keys.shape
+        prefix = length - self.window
+        first = span(0, self.sinks, view.keys).expand(heads, -1)
+        last = span(prefix, length, view.keys).expand(heads, -1)
+        count = budget - self.mandatory_tokens
+        if count == 0:
+            return Selection(torch.cat((first, last), 1))
+        assert view.observation is not None
+        top = StreamingTopK(count)
+        top.skip(self.sinks)
+        ahead = self.sinks  # sinks take part in pooling, not in the choice
+        raw = window_scores(view.keys, view.observation, prefix, view.score_block)
+        for scores in pool_scores(raw, self.pool_kernel, self.pool):
+            left_out = min(ahead, scores.shape[1])
+            ahead -= left_out
+            if left_out < scores.shape[1]:
+                top.push(scores[:, left_out:])
+        positions, kept = top.result()
+        always = kept.new_full((heads, 1), float("inf"))
+        scores = torch.cat((always.expand(-1, self.sinks), kept, always.expand(-1, self.window)), 1)
+        return Selection(torch.cat((first, positions, last), 1), scores)

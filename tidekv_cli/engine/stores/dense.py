@@ -1,0 +1,68 @@
+"""Dense store: every head keeps the same number of rows, in one tensor each for keys and values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tidekv_cli.engine.attention import Attention
+
+
+class DenseStore:
+    """One layer's compact cache: rows [1, Hkv, capacity, D], of which `length` are filled.
+
+    `slack` rows are kept free for new tokens, so that decoding copies nothing; past them capacity grows by half.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, indices: Tensor, slack: int, attention: Attention) -> None:
+        """Gather rows `indices` [Hkv, K] of `keys` and `values` [1, Hkv, S, D]."""
+        self._attention = attention
+        self.length = indices.shape[1]
+        self._keys = _gathered(keys, indices, slack)
+        self._values = _gathered(values, indices, slack)
+
+    @property
+    def keys(self) -> Tensor:
+        """Filled key rows [1, Hkv, length, D]."""
+        return self._keys[:, :, : self.length]
+
+    @property
+    def values(self) -> Tensor:
+        """Filled value rows [1, Hkv, length, D]."""
+        return self._values[:, :, : self.length]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, slack included."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add rows [1, Hkv, n, D] of new tokens; returns all filled rows."""
+        stop = self.length + keys.shape[2]
+        if stop > self._keys.shape[2]:
+            extra = max(stop, self._keys.shape[2] * 3 // 2) - self.length
+            self._keys, self._values = _grown(self.keys, extra), _grown(self.values, extra)
+        self._keys[:, :, self.length : stop] = keys
+        self._values[:, :, self.length : stop] = values
+        self.length = stop
+        return self.keys, self.values
+
+    def attend(self, queries: Tensor, scale: float) -> Tensor:
+        """Output [1, Hq, n, D] of the newest n tokens' queries over all filled rows."""
+        return self._attention.attend(queries, self.keys, self.values, scale)[0]
+
+
+def _gathered(rows: Tensor, indices: Tensor, slack: int) -> Tensor:
+    _, heads, _, size = rows.shape
+    kept = indices.shape[1]
+    out = rows.new_empty(1, heads, kept + slack, size)
+    for head in range(heads):
+        torch.index_select(rows[0, head], 0, indices[head], out=out[0, head, :kept])
+    return out
+
+
+def _grown(rows: Tensor, extra: int) -> Tensor:
+    _, heads, length, size = rows.shape
+    out = rows.new_empty(1, heads, length + extra, size)
+    out[:, :, :length] = rows
+    return out

@@ -1,0 +1,82 @@
+"""The one exception tree and the one list of exit codes. Knows nothing of any other module."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the process returns; the README's table says the same."""
+
+    DONE = 0
+    BUG = 1
+    USAGE = 2
+    MODEL = 3
+    DOES_NOT_FIT = 4
+    WINDOW = 5
+    INPUT = 6
+    OUT_OF_MEMORY = 7
+    DEVICE = 8
+    INTERRUPTED = 130
+    CLOSED_PIPE = 141
+
+
+class TideError(Exception):
+    """An expected failure: one message (what, the value, the limit) and one hint (the way out)."""
+
+    code = ExitCode.BUG
+    kind = "unexpected"
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.message = " ".join(message.split())
+        self.hint = " ".join(hint.split())
+
+
+class UsageError(TideError):
+    """A flag, value or combination that cannot be meant."""
+
+    code = ExitCode.USAGE
+    kind = "usage"
+
+
+class ModelError(TideError):
+    """A model that is missing, damaged or of a kind that is not supported."""
+
+    code = ExitCode.MODEL
+    kind = "model"
+
+
+class DoesNotFitError(TideError):
+    """The plan's peak exceeds the memory; nothing was loaded."""
+
+    code = ExitCode.DOES_NOT_FIT
+    kind = "does_not_fit"
+
+
+class WindowError(TideError):
+    """Prompt and new tokens exceed the model's context window."""
+
+    code = ExitCode.WINDOW
+    kind = "window"
+
+
+class InputError(TideError):
+    """A document that cannot be read, or holds nothing."""
+
+    code = ExitCode.INPUT
+    kind = "input"
+
+
+class MemoryExhaustedError(TideError):
+    """Memory ran out at run time."""
+
+    code = ExitCode.OUT_OF_MEMORY
+    kind = "out_of_memory"
+
+
+class DeviceError(TideError):
+    """The device asked for is not there or not usable."""
+
+    code = ExitCode.DEVICE
+    kind = "device"
