@@ -57,7 +57,8 @@ def read_gguf(path: Path) -> GgufFile:
                 return _parse(path, blob, size)
     except OSError as error:
         raise ModelError(
-            f"cannot read the model file {path}: {error.strerror or error}", "check the path and its permissions"
+            f"cannot read the model file {path}: {error.strerror or error}",
+            "check the path and its permissions",
         ) from error
     except (struct.error, IndexError, UnicodeDecodeError, OverflowError, ValueError) as error:
         raise _damaged(path, "its header ends early or is malformed") from error
@@ -72,7 +73,8 @@ def _parse(path: Path, blob: mmap.mmap, size: int) -> GgufFile:
     version = reader.scalar("I")
     if version not in (2, 3):
         raise ModelError(
-            f"{path} is GGUF version {version}; versions 2 and 3 are supported", "convert it with a newer llama.cpp"
+            f"{path} is GGUF version {version}; versions 2 and 3 are supported",
+            "convert it with a newer llama.cpp",
         )
     tensor_count, key_count = reader.scalar("Q"), reader.scalar("Q")
     metadata: dict[str, Any] = {}

@@ -53,11 +53,15 @@ def load_tokenizer(path: Path) -> Any:
     if path.is_file():
         return build_tokenizer(read_gguf(path))
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise ModelError(f"{path} holds no tokenizer (tokenizer.json)", "fetch or copy the whole model directory")
+        raise ModelError(
+            f"{path} holds no tokenizer (tokenizer.json)", "fetch or copy the whole model directory"
+        )
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the libraries below raise a dozen kinds for one damaged file
-        raise ModelError(f"the tokenizer in {path} cannot be read: {error}", "fetch or copy it again") from error
+        raise ModelError(
+            f"the tokenizer in {path} cannot be read: {error}", "fetch or copy it again"
+        ) from error
 
 
 def load_model(path: Path, spec: ModelSpec, dtype: torch.dtype) -> LoadedModel:
@@ -95,7 +99,9 @@ def _from_directory(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     if not weights:
         pickled = sorted(path.glob("*.bin")) + sorted(path.glob("*.pt"))
         found = f"only {pickled[0].name}, a pickle that can run code" if pickled else "no weights"
-        raise ModelError(f"{path} holds {found}", "only *.safetensors and .gguf files are loaded; convert the model")
+        raise ModelError(
+            f"{path} holds {found}", "only *.safetensors and .gguf files are loaded; convert the model"
+        )
     for file in weights:
         _check_safetensors(file)
     try:
@@ -108,7 +114,9 @@ def _from_directory(path: Path, dtype: torch.dtype) -> PreTrainedModel:
             output_loading_info=True,
         )
     except Exception as error:
-        raise ModelError(f"the weights in {path} cannot be loaded: {error}", "fetch or copy the model again") from error
+        raise ModelError(
+            f"the weights in {path} cannot be loaded: {error}", "fetch or copy the model again"
+        ) from error
     lacking = sorted(info["missing_keys"])
     if lacking or info["mismatched_keys"]:
         names = lacking or sorted(str(key) for key in info["mismatched_keys"])
@@ -126,7 +134,9 @@ def _check_safetensors(file: Path) -> None:
         with safe_open(file, framework="pt"):
             pass
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"the model file {file} is damaged: {error}", "fetch or copy the file again") from error
+        raise ModelError(
+            f"the model file {file} is damaged: {error}", "fetch or copy the file again"
+        ) from error
 
 
 def _from_gguf(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
@@ -154,11 +164,15 @@ def _from_gguf(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _assign(model: PreTrainedModel, state: dict[str, torch.Tensor], path: Path) -> tuple[list[str], list[str]]:
+def _assign(
+    model: PreTrainedModel, state: dict[str, torch.Tensor], path: Path
+) -> tuple[list[str], list[str]]:
     try:
         result = model.load_state_dict(state, assign=True, strict=False)
     except RuntimeError as error:
-        raise ModelError(f"a tensor in {path} has the wrong shape: {error}", "use a complete GGUF file") from error
+        raise ModelError(
+            f"a tensor in {path} has the wrong shape: {error}", "use a complete GGUF file"
+        ) from error
     model.tie_weights()
     missing = [name for name, weight in model.named_parameters() if weight.is_meta]
     return missing, list(result.unexpected_keys)
@@ -181,7 +195,8 @@ def _dequantised(blob: np.ndarray[Any, Any], entry: TensorEntry, dtype: torch.dt
     codec = getattr(quants, kind.name, None)
     if codec is None:
         raise ModelError(
-            f"tensor {entry.name!r} is stored as {kind.name}, which cannot be unpacked", "use another quantisation"
+            f"tensor {entry.name!r} is stored as {kind.name}, which cannot be unpacked",
+            "use another quantisation",
         )
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if hasattr(codec, "init_grid"):
@@ -196,7 +211,9 @@ def _dequantised(blob: np.ndarray[Any, Any], entry: TensorEntry, dtype: torch.dt
 
 def _unpermuted(name: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
     """Undo the row order in which GGUF keeps the rotary halves of Q and K: pairs side by side, not half by half."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
+        name.split(".")[-2]
+    )
     if heads is None:
         return weight
     pairs = weight.view(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])

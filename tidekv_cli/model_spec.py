@@ -115,7 +115,10 @@ def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
         raise ModelError(
             f"the config of {source} lacks a usable value: {error}", "fetch or copy the model again"
         ) from error
-    if min(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, spec.vocab_size) < 1 or heads % spec.kv_heads:
+    if (
+        min(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, spec.vocab_size) < 1
+        or heads % spec.kv_heads
+    ):
         raise ModelError(
             f"the config of {source} has impossible shapes: {spec.layers} layers, {heads}/{spec.kv_heads} heads",
             "fetch or copy the model again",
@@ -155,14 +158,19 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
             "supported is 'llama' (Llama, SmolLM2, Mistral and others stored under that name)",
         )
     if meta.get("llama.expert_count"):
-        raise ModelError(f"{path} is a mixture of experts, which is not supported", "use a dense Llama-type model")
+        raise ModelError(
+            f"{path} is a mixture of experts, which is not supported", "use a dense Llama-type model"
+        )
     scaling = meta.get("llama.rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
         raise ModelError(f"{path} uses rope scaling {scaling!r}, which is not supported", "use another file")
     try:
         heads, hidden = meta["llama.attention.head_count"], meta["llama.embedding_length"]
         head_dim = meta.get("llama.attention.key_length", hidden // heads)
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": meta.get("llama.rope.freq_base", 10000.0)}
+        rope: dict[str, Any] = {
+            "rope_type": "default",
+            "rope_theta": meta.get("llama.rope.freq_base", 10000.0),
+        }
         if scaling == "linear":
             rope |= {"rope_type": "linear", "factor": meta["llama.rope.scaling.factor"]}
         config = {
@@ -186,7 +194,11 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
             "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
         }
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise ModelError(f"the header of {path} lacks {error}", "use a complete GGUF file of a Llama model") from error
+        raise ModelError(
+            f"the header of {path} lacks {error}", "use a complete GGUF file of a Llama model"
+        ) from error
     if meta.get("llama.rope.dimension_count", head_dim) != head_dim:
-        raise ModelError(f"{path} rotates a part of each head only, which is not supported", "use another model")
+        raise ModelError(
+            f"{path} rotates a part of each head only, which is not supported", "use another model"
+        )
     return config

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tidekv_cli.engine.active import ActiveKV
-from tidekv_cli.engine.adapter import LayerCall, ModelAdapter
+from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.attention import Attention
 from tidekv_cli.engine.bridge import Bridge
 from tidekv_cli.engine.budgets import BudgetPolicy
@@ -53,71 +53,86 @@ class Prefilled:
 
 
 class LayerMajorPrefill:
-    """Builds the compact cache of one prompt."""
+    """Builds the compact cache of one prompt; one object a prompt, so nothing is left over from the one before."""
 
-    def __init__(self, adapter: ModelAdapter, settings: PrefillSettings, progress: Progress | None = None) -> None:
-        self._adapter = adapter
-        self._settings = settings
+    def __init__(
+        self, adapter: ModelAdapter, ids: Tensor, settings: PrefillSettings, progress: Progress | None = None
+    ) -> None:
+        """`ids` [1, S] is the prompt."""
+        self._adapter, self._ids, self._settings = adapter, ids, settings
         self._progress = progress or (lambda done, total: None)
+        self._length = ids.shape[1]
+        self._whole = settings.schedule == "oneshot"
+        window = min(settings.selector.window, self._length)
+        # Nothing reads the last layer but the last token and the observation queries; before them K and V suffice.
+        self._tail = self._length - max(window, 1)
+        self._observer = Observer(window, self._length) if window else None
+        self._active = ActiveKV(settings.attention, self._observer, self._length, reused=not self._whole)
+        self._bridge = Bridge(self._length)
+        self._cache: list[DenseStore] = []
+        self._kept: list[Tensor] = []
         self._scoring_s = 0.0
 
     @torch.no_grad()
-    def run(self, ids: Tensor) -> Prefilled:
-        """Prefill `ids` [1, S]."""
+    def run(self) -> Prefilled:
+        """Prefill the prompt, leaving nothing alive but the result."""
         began = time.perf_counter()
-        settings, adapter = self._settings, self._adapter
-        length, layers = ids.shape[1], len(adapter.layers)
-        window = settings.selector.window
-        self._observer = Observer(window, length) if window else None
-        oneshot = settings.schedule == "oneshot"
-        active = ActiveKV(settings.attention, self._observer, length, reused=not oneshot)
-        adapter.bind([active] * layers)
-        # Nothing reads the last layer but the last token and the observation queries: before them, K and V suffice.
-        tail = length - min(max(window, 1), length)
-        cut = chunk_borders(length, length if oneshot else settings.chunk_size, tail)
-        chunks = [(0, length)] if oneshot else cut
+        layers = len(self._adapter.layers)
+        cut = chunk_borders(
+            self._length, self._length if self._whole else self._settings.chunk_size, self._tail
+        )
+        chunks = [(0, self._length)] if self._whole else cut
         total = len(chunks) * (layers - 1) + len(cut)
-        bridge, cache, kept = Bridge(length), [], []
-        hidden: Tensor | None = None
-        done = 0
-        for layer in range(layers):
-            last = layer == layers - 1
-            if oneshot:
-                active.after_attention = lambda: self._evict(active, len(cache), length, cache, kept)
-            for start, stop in cut if last else chunks:
-                active.keys_only = last and stop <= tail
-                call = adapter.record(ids[:, start:stop], start, layer)
-                hidden = adapter.replay(layer, call.hidden if layer == 0 else bridge.chunk(start, stop), call)
-                if hidden is not None and not last:
-                    bridge.put(start, hidden)
-                done += 1
-                self._progress(done, total)
-            if not oneshot:
-                self._evict(active, layer, length, cache, kept)
-        assert hidden is not None
-        logits = adapter.finish(hidden, ids, 0)
-        return Prefilled(cache, kept, logits, length, time.perf_counter() - began, self._scoring_s)
+        if self._whole:
+            self._active.after_attention = self._evict
+        self._adapter.bind([self._active] * layers)
+        try:
+            hidden = None
+            for layer in range(layers):
+                last = layer == layers - 1
+                for number, (start, stop) in enumerate(cut if last else chunks, 1):
+                    self._active.keys_only = last and stop <= self._tail
+                    hidden = self._advance(layer, start, stop)
+                    if hidden is not None and not last:
+                        self._bridge.put(start, hidden)
+                    self._progress(layer * len(chunks) + number, total)
+                if not self._whole:
+                    self._evict()
+            assert hidden is not None
+            logits = self._adapter.finish(hidden, self._ids)
+        finally:
+            self._adapter.bind(())
+        return Prefilled(
+            self._cache, self._kept, logits, self._length, time.perf_counter() - began, self._scoring_s
+        )
 
-    def _evict(
-        self, active: ActiveKV, layer: int, length: int, cache: list[DenseStore], kept: list[Tensor]
-    ) -> None:
-        """Keep this layer's budget of rows in a store of its own and let go of the rest."""
+    def _advance(self, layer: int, start: int, stop: int) -> Tensor | None:
+        """One layer over one chunk: hidden states [1, n, d] after it, or None where only K and V were wanted."""
+        call = self._adapter.record(self._ids[:, start:stop], start, layer)
+        hidden = call.hidden if layer == 0 else self._bridge.chunk(start, stop)
+        return self._adapter.replay(layer, hidden, call)
+
+    def _evict(self) -> None:
+        """Keep the active layer's budget of rows in a store of its own and let go of the rest."""
         began = time.perf_counter()
-        settings = self._settings
-        selection = self._select(active, min(settings.policy.layer_budget(layer), length))
-        kept.append(selection.indices)
-        cache.append(
+        settings, active = self._settings, self._active
+        budget = min(settings.policy.layer_budget(len(self._cache)), self._length)
+        selection = self._select(budget)
+        self._kept.append(selection.indices)
+        self._cache.append(
             DenseStore(active.keys, active.values, selection.indices, settings.slack, settings.attention)
         )
         active.clear()
         self._scoring_s += time.perf_counter() - began
 
-    def _select(self, active: ActiveKV, budget: int) -> Selection:
-        keys = active.keys[0]
+    def _select(self, budget: int) -> Selection:
+        keys = self._active.keys[0]
         observation = self._observer.take() if self._observer is not None else None
-        if budget == keys.shape[1]:
+        if budget == self._length:
             return shared_by_heads(span(0, budget, keys), keys.shape[0])
-        return self._settings.selector.select(LayerView(keys, observation, self._settings.score_block), budget)
+        return self._settings.selector.select(
+            LayerView(keys, observation, self._settings.score_block), budget
+        )
 
 
 def chunk_borders(length: int, chunk_size: int, tail: int) -> list[tuple[int, int]]:

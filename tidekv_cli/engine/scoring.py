@@ -65,10 +65,11 @@ def window_scores(keys: Tensor, observation: Observation, prefix: int, block: in
     queries = _grouped(observation, keys.shape[0])  # [Hkv, G W, D]
     lse = window_lse(keys, observation, prefix, block) if observation.lse is None else observation.lse
     lse = lse.reshape(keys.shape[0], -1, 1)
-    step = -(-block // _TILE) * _TILE
+    step = -(-min(block, prefix) // _TILE) * _TILE
+    buffer = lse.new_empty(lse.numel() * step)  # one block's logits, written again for the next
     for start in range(0, prefix, step):
         width = min(step, prefix - start)
-        weights = _logits(queries, keys[:, start : start + width])
+        weights = _logits(queries, keys[:, start : start + width], buffer)
         weights.sub_(lse).exp_()
         yield weights.sum(1)[:, :width] / queries.shape[1]
 
@@ -84,9 +85,10 @@ def window_lse(keys: Tensor, observation: Observation, prefix: int, block: int) 
     last_seen = prefix + torch.arange(window, device=keys.device).repeat(rows // window)  # of row g W + w
     maximum = keys.new_full((heads, rows), float("-inf"), dtype=torch.float32)
     total = torch.zeros_like(maximum)
+    buffer = maximum.new_empty(maximum.numel() * (block + _TILE))
     for start in range(0, keys.shape[1], block):
         part = keys[:, start : start + block]
-        logits = _logits(queries, part)[:, :, : part.shape[1]]
+        logits = _logits(queries, part, buffer)[:, :, : part.shape[1]]
         if start + block > prefix:
             positions = start + torch.arange(part.shape[1], device=keys.device)
             logits.masked_fill_(positions[None, :] > last_seen[:, None], float("-inf"))
@@ -104,13 +106,15 @@ def _grouped(observation: Observation, kv_heads: int) -> Tensor:
     return (queries.float() * observation.scale).reshape(kv_heads, -1, queries.shape[-1])
 
 
-def _logits(queries: Tensor, keys: Tensor) -> Tensor:
-    """[Hkv, R, n rounded up to a tile] float32; columns past n are zeros."""
-    ragged = -keys.shape[1] % _TILE
+def _logits(queries: Tensor, keys: Tensor, buffer: Tensor) -> Tensor:
+    """[Hkv, R, n rounded up to a tile] float32 in `buffer`; columns past n are zeros."""
     columns = keys.float()
+    ragged = -keys.shape[1] % _TILE
     if ragged:
         columns = F.pad(columns, (0, 0, 0, ragged))
-    return torch.bmm(queries, columns.transpose(1, 2))
+    heads, rows, _ = queries.shape
+    out = buffer[: heads * rows * columns.shape[1]].view(heads, rows, -1)
+    return torch.bmm(queries, columns.transpose(1, 2), out=out)
 
 
 def pool_scores(blocks: Iterator[Tensor], kernel: int, pooling: Pooling) -> Iterator[Tensor]:
@@ -138,7 +142,7 @@ class StreamingTopK:
     """The `count` highest scores per head of a stream of blocks; equal scores go to the lower position.
 
     Holds [H, count + block] scores and positions, never the whole row. `torch.topk` promises no order among ties,
-    so blocks are ranked by a stable sort.
+    so only the value of the last kept score is taken from it. NaN ranks below everything.
     """
 
     def __init__(self, count: int) -> None:
@@ -154,15 +158,29 @@ class StreamingTopK:
     def push(self, scores: Tensor) -> None:
         """Offer the scores [H, n] of the next n positions."""
         heads, width = scores.shape
+        scores = scores.nan_to_num(float("-inf"), float("inf"), float("-inf"))
         positions = torch.arange(self._next, self._next + width, device=scores.device).expand(heads, -1)
         self._next += width
         if self._scores is not None and self._positions is not None:
-            scores, positions = torch.cat((self._scores, scores), 1), torch.cat((self._positions, positions), 1)
+            scores, positions = (
+                torch.cat((self._scores, scores), 1),
+                torch.cat((self._positions, positions), 1),
+            )
         if scores.shape[1] > self._count:
-            order = scores.sort(dim=1, descending=True, stable=True).indices[:, : self._count]
-            order = order.sort(dim=1).values  # back to ascending positions
-            scores, positions = scores.gather(1, order), positions.gather(1, order)
+            scores, positions = self._kept(scores, positions)
         self._scores, self._positions = scores, positions
+
+    def _kept(self, scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The best `count` columns of each row, in the order they came; every shape is known beforehand."""
+        count = self._count
+        last = scores.topk(count, dim=1, sorted=True).values[:, -1:]
+        above, ties = scores > last, scores == last
+        room = count - above.sum(1, keepdim=True)
+        keep = above | (ties & (ties.cumsum(1) <= room))
+        slot = torch.where(keep, keep.cumsum(1) - 1, count)  # the column past the end takes what is dropped
+        out_scores = scores.new_empty(scores.shape[0], count + 1).scatter_(1, slot, scores)
+        out_positions = positions.new_empty(scores.shape[0], count + 1).scatter_(1, slot, positions)
+        return out_scores[:, :count], out_positions[:, :count]
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Positions [H, count] ascending and their scores. At least `count` positions must have been offered."""

@@ -27,7 +27,8 @@ class SnapKV:
     def __post_init__(self) -> None:
         if self.window < 1 or self.sinks < 0:
             raise UsageError(
-                f"window={self.window}, sinks={self.sinks} is impossible", "window is at least 1, sinks at least 0"
+                f"window={self.window}, sinks={self.sinks} is impossible",
+                "window is at least 1, sinks at least 0",
             )
         if self.pool not in ("avg", "max"):
             raise UsageError(f"pool={self.pool} is not known", "use pool=avg or pool=max")

@@ -1,0 +1,86 @@
+"""Token by token generation over compact caches. Knows no text and no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tidekv_cli.engine.adapter import ModelAdapter
+from tidekv_cli.engine.prefill import Prefilled
+from tidekv_cli.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """Greedy at temperature 0; otherwise nucleus sampling from the smallest set with mass `top_p`."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise UsageError(
+                f"--temperature {self.temperature} is impossible", "use 0 (greedy) or a positive number"
+            )
+        if not 0.0 < self.top_p <= 1.0:
+            raise UsageError(f"--top-p {self.top_p} is impossible", "use a number above 0 and at most 1")
+
+
+class Sampler:
+    """Chooses the next token from logits [V] float32."""
+
+    def __init__(self, settings: SamplingSettings, device: torch.device) -> None:
+        self._settings = settings
+        self._generator = torch.Generator(device)
+        if settings.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(settings.seed)
+
+    def choose(self, logits: Tensor) -> int:
+        """The next token's id."""
+        settings = self._settings
+        if settings.temperature == 0.0:
+            return int(logits.argmax())
+        # Subtracting the maximum first keeps a tiny temperature from dividing to infinity.
+        weights = ((logits - logits.max()) / settings.temperature).softmax(-1)
+        if settings.top_p < 1.0:
+            ranked, order = weights.sort(descending=True)
+            before = ranked.cumsum(-1) - ranked  # mass of the better ones
+            weights = torch.zeros_like(weights).scatter_(
+                0, order, ranked.masked_fill(before >= settings.top_p, 0.0)
+            )
+        return int(torch.multinomial(weights, 1, generator=self._generator))
+
+
+def generate_tokens(
+    adapter: ModelAdapter, prompt: Prefilled, sampling: SamplingSettings, limit: int, end: frozenset[int]
+) -> Iterator[int]:
+    """Up to `limit` token ids after `prompt`; ends before an id in `end`.
+
+    Positions go on at S, whatever the cache kept. Each token's own K and V join `prompt.cache` when the one after
+    it is asked for.
+    """
+    sampler = Sampler(sampling, prompt.logits.device)
+    logits, position = prompt.logits, prompt.length
+    for count in range(1, limit + 1):
+        token = sampler.choose(logits)
+        if token in end:
+            return
+        yield token
+        if count < limit:
+            logits = _next_logits(adapter, prompt, token, position)
+            position += 1
+
+
+@torch.no_grad()
+def _next_logits(adapter: ModelAdapter, prompt: Prefilled, token: int, position: int) -> Tensor:
+    adapter.bind(prompt.cache)
+    try:
+        return adapter.step(torch.tensor([[token]], device=adapter.device), position)
+    finally:
+        adapter.bind(())

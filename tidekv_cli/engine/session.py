@@ -1,0 +1,46 @@
+"""The engine's front: one loaded model, one prompt after another. What is not offered here is not public."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tidekv_cli.engine.adapter import ModelAdapter
+from tidekv_cli.engine.decode import SamplingSettings, generate_tokens
+from tidekv_cli.engine.meter import LiveMeter, storage_bytes
+from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings, Progress
+
+
+class Session:
+    """Prefills prompts and generates from them. Prompts are independent of each other."""
+
+    def __init__(self, model: PreTrainedModel, end_token_ids: frozenset[int]) -> None:
+        self.adapter = ModelAdapter(model)
+        self._end = end_token_ids
+        self._model = model
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as loaded, tied ones once."""
+        return storage_bytes(self._weights())
+
+    def _weights(self) -> list[Tensor]:
+        return [*self._model.parameters(), *self._model.buffers()]
+
+    def prefill(
+        self, token_ids: Sequence[int], settings: PrefillSettings, progress: Progress | None = None
+    ) -> tuple[Prefilled, int]:
+        """Build the compact cache of a prompt; also the live-tensor peak in bytes while it was built, with weights."""
+        ids = torch.tensor([token_ids], device=self.adapter.device)
+        meter = LiveMeter()
+        meter.watch([ids, *self._weights()])
+        with meter:
+            prompt = LayerMajorPrefill(self.adapter, ids, settings, progress).run()
+        return prompt, meter.peak_bytes
+
+    def generate(self, prompt: Prefilled, sampling: SamplingSettings, limit: int) -> Iterator[int]:
+        """Token ids of the answer, at most `limit`, without the end token."""
+        return generate_tokens(self.adapter, prompt, sampling, limit, self._end)
