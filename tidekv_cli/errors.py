@@ -75,6 +75,13 @@ class MemoryExhaustedError(TideError):
     kind = "out_of_memory"
 
 
+class Interrupted(TideError):
+    """Ctrl-C before there was anything to show."""
+
+    code = ExitCode.INTERRUPTED
+    kind = "interrupted"
+
+
 class DeviceError(TideError):
     """The device asked for is not there or not usable."""
 

@@ -111,7 +111,7 @@ def _tensor_bytes(path: Path, name: str, dims: tuple[int, ...], type_id: int) ->
         elements *= dim
     if not dims or dims[0] % block:
         raise _damaged(path, f"tensor {name!r} has rows that are no multiple of {block}")
-    return elements // block * block_bytes
+    return int(elements // block * block_bytes)
 
 
 class _Reader:

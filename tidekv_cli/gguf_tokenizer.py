@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tidekv_cli.errors import ModelError
@@ -67,11 +67,14 @@ def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
         }
     except (KeyError, IndexError, TypeError) as error:
         raise ModelError(f"the tokenizer in {file.path} lacks {error}", "use a complete GGUF file") from error
-    # Control tokens of sentencepiece vocabularies ask for a BOS unless the file says otherwise.
-    add_bos = bool(meta.get("tokenizer.ggml.add_bos_token", kind == "llama"))
+    # Sentencepiece vocabularies begin a text with BOS unless the file says otherwise.
+    if meta.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in named:
+        bos = named["bos_token"]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, meta["tokenizer.ggml.bos_token_id"])]
+        )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
     tokenizer.chat_template = meta.get("tokenizer.chat_template")
-    tokenizer.add_bos_token = add_bos
     return tokenizer
 
 
@@ -114,9 +117,7 @@ def _sentencepiece(meta: dict[str, Any], tokens: list[str]) -> Tokenizer:
     ranked.sort()
     unknown = tokens[meta.get("tokenizer.ggml.unknown_token_id", 0)]
     merges = [pair for *_, pair in ranked]
-    backend = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     unspace: list[Any] = []
     if meta.get("tokenizer.ggml.add_space_prefix", True):

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers import logging as transformers_logging
 
 from tidekv_cli.errors import ModelError
-from tidekv_cli.gguf_file import GgufFile, TensorEntry, read_gguf
+from tidekv_cli.gguf_file import GgufFile, TensorEntry
 from tidekv_cli.gguf_tokenizer import build_tokenizer
-from tidekv_cli.model_spec import ModelSpec, config_from_gguf
+from tidekv_cli.model_spec import ModelFiles, config_from_gguf
 
 _GGUF_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -48,41 +48,38 @@ class LoadedModel:
     end_token_ids: frozenset[int]
 
 
-def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a directory or `.gguf` file. Raises `ModelError` when it is missing or damaged."""
-    if path.is_file():
-        return build_tokenizer(read_gguf(path))
+def load_tokenizer(files: ModelFiles) -> Any:
+    """The model's tokenizer. Raises `ModelError` when it is missing or damaged."""
+    if files.gguf is not None:
+        return build_tokenizer(files.gguf)
+    path = files.path
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise ModelError(
-            f"{path} holds no tokenizer (tokenizer.json)", "fetch or copy the whole model directory"
-        )
+        raise ModelError(f"{path} holds no tokenizer (tokenizer.json)", "fetch or copy the whole model directory")
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the libraries below raise a dozen kinds for one damaged file
-        raise ModelError(
-            f"the tokenizer in {path} cannot be read: {error}", "fetch or copy it again"
-        ) from error
+        raise ModelError(f"the tokenizer in {path} cannot be read: {error}", "fetch or copy it again") from error
 
 
-def load_model(path: Path, spec: ModelSpec, dtype: torch.dtype) -> LoadedModel:
+def load_model(files: ModelFiles, dtype: torch.dtype) -> LoadedModel:
     """Load weights in `dtype` on the CPU.
 
     Raises `ModelError` naming the file that is missing, truncated or of the wrong shape.
     """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    model = _from_gguf(read_gguf(path), dtype) if path.is_file() else _from_directory(path, dtype)
+    model = _from_directory(files.path, dtype) if files.gguf is None else _from_gguf(files.gguf, dtype)
     model.eval().requires_grad_(False)
-    return LoadedModel(model, _end_tokens(model, path))
+    return LoadedModel(model, _end_tokens(model, files))
 
 
-def _end_tokens(model: PreTrainedModel, path: Path) -> frozenset[int]:
+def _end_tokens(model: PreTrainedModel, files: ModelFiles) -> frozenset[int]:
     """Every end token that the generation config and the model config list."""
     listed: list[Any] = [getattr(model.config, "eos_token_id", None)]
-    if path.is_dir() and (path / "generation_config.json").is_file():
-        listed.append(GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id)
-    elif path.is_file():
-        listed.extend(_gguf_end_tokens(read_gguf(path)))
+    if files.gguf is not None:
+        listed.extend(_gguf_end_tokens(files.gguf))
+    elif (files.path / "generation_config.json").is_file():
+        listed.append(GenerationConfig.from_pretrained(files.path, local_files_only=True).eos_token_id)
     ids: set[int] = set()
     for entry in listed:
         ids.update(entry if isinstance(entry, (list, tuple)) else [] if entry is None else [entry])
@@ -99,9 +96,7 @@ def _from_directory(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     if not weights:
         pickled = sorted(path.glob("*.bin")) + sorted(path.glob("*.pt"))
         found = f"only {pickled[0].name}, a pickle that can run code" if pickled else "no weights"
-        raise ModelError(
-            f"{path} holds {found}", "only *.safetensors and .gguf files are loaded; convert the model"
-        )
+        raise ModelError(f"{path} holds {found}", "only *.safetensors and .gguf files are loaded; convert the model")
     for file in weights:
         _check_safetensors(file)
     try:
@@ -114,9 +109,7 @@ def _from_directory(path: Path, dtype: torch.dtype) -> PreTrainedModel:
             output_loading_info=True,
         )
     except Exception as error:
-        raise ModelError(
-            f"the weights in {path} cannot be loaded: {error}", "fetch or copy the model again"
-        ) from error
+        raise ModelError(f"the weights in {path} cannot be loaded: {error}", "fetch or copy the model again") from error
     lacking = sorted(info["missing_keys"])
     if lacking or info["mismatched_keys"]:
         names = lacking or sorted(str(key) for key in info["mismatched_keys"])
@@ -134,9 +127,7 @@ def _check_safetensors(file: Path) -> None:
         with safe_open(file, framework="pt"):
             pass
     except (SafetensorError, OSError) as error:
-        raise ModelError(
-            f"the model file {file} is damaged: {error}", "fetch or copy the file again"
-        ) from error
+        raise ModelError(f"the model file {file} is damaged: {error}", "fetch or copy the file again") from error
 
 
 def _from_gguf(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
@@ -164,15 +155,11 @@ def _from_gguf(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _assign(
-    model: PreTrainedModel, state: dict[str, torch.Tensor], path: Path
-) -> tuple[list[str], list[str]]:
+def _assign(model: PreTrainedModel, state: dict[str, torch.Tensor], path: Path) -> tuple[list[str], list[str]]:
     try:
         result = model.load_state_dict(state, assign=True, strict=False)
     except RuntimeError as error:
-        raise ModelError(
-            f"a tensor in {path} has the wrong shape: {error}", "use a complete GGUF file"
-        ) from error
+        raise ModelError(f"a tensor in {path} has the wrong shape: {error}", "use a complete GGUF file") from error
     model.tie_weights()
     missing = [name for name, weight in model.named_parameters() if weight.is_meta]
     return missing, list(result.unexpected_keys)
@@ -211,9 +198,7 @@ def _dequantised(blob: np.ndarray[Any, Any], entry: TensorEntry, dtype: torch.dt
 
 def _unpermuted(name: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
     """Undo the row order in which GGUF keeps the rotary halves of Q and K: pairs side by side, not half by half."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
-        name.split(".")[-2]
-    )
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None:
         return weight
     pairs = weight.view(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tidekv_cli.errors import ModelError
-from tidekv_cli.gguf_file import GgufFile
+from tidekv_cli.gguf_file import GgufFile, read_gguf
 
 # Each is proven against the plain model by tests/test_adapter.py.
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -51,6 +51,23 @@ class ModelSpec:
         layer += (2 * width + d) * self.mlp_bias + 2 * self.head_dim * self.head_norm
         embeddings = self.vocab_size * d * (1 if self.tied_embeddings else 2)
         return self.layers * layer + embeddings + d
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model on disk whose header has been read: `path` is a directory, or a file and then `gguf` is its header."""
+
+    path: Path
+    spec: ModelSpec
+    gguf: GgufFile | None
+
+
+def inspect_model(path: Path) -> ModelFiles:
+    """Read the shapes of the model at `path`. Raises `ModelError` for what is missing, damaged or unsupported."""
+    if path.is_dir():
+        return ModelFiles(path, spec_from_config(read_config(path), str(path)), None)
+    gguf = read_gguf(path)
+    return ModelFiles(path, spec_from_config(config_from_gguf(gguf), str(path)), gguf)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -115,10 +132,7 @@ def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
         raise ModelError(
             f"the config of {source} lacks a usable value: {error}", "fetch or copy the model again"
         ) from error
-    if (
-        min(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, spec.vocab_size) < 1
-        or heads % spec.kv_heads
-    ):
+    if min(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, spec.vocab_size) < 1 or heads % spec.kv_heads:
         raise ModelError(
             f"the config of {source} has impossible shapes: {spec.layers} layers, {heads}/{spec.kv_heads} heads",
             "fetch or copy the model again",
@@ -158,9 +172,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
             "supported is 'llama' (Llama, SmolLM2, Mistral and others stored under that name)",
         )
     if meta.get("llama.expert_count"):
-        raise ModelError(
-            f"{path} is a mixture of experts, which is not supported", "use a dense Llama-type model"
-        )
+        raise ModelError(f"{path} is a mixture of experts, which is not supported", "use a dense Llama-type model")
     scaling = meta.get("llama.rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
         raise ModelError(f"{path} uses rope scaling {scaling!r}, which is not supported", "use another file")
@@ -194,11 +206,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
             "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
         }
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise ModelError(
-            f"the header of {path} lacks {error}", "use a complete GGUF file of a Llama model"
-        ) from error
+        raise ModelError(f"the header of {path} lacks {error}", "use a complete GGUF file of a Llama model") from error
     if meta.get("llama.rope.dimension_count", head_dim) != head_dim:
-        raise ModelError(
-            f"{path} rotates a part of each head only, which is not supported", "use another model"
-        )
+        raise ModelError(f"{path} rotates a part of each head only, which is not supported", "use another model")
     return config

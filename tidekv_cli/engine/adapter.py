@@ -109,9 +109,7 @@ class ModelAdapter:
         found = [
             module
             for module in self.model.modules()
-            if isinstance(module, nn.ModuleList)
-            and len(module) == count
-            and type(module[0]).__name__ in kinds
+            if isinstance(module, nn.ModuleList) and len(module) == count and type(module[0]).__name__ in kinds
         ]
         if len(found) != 1:
             raise ModelError(
@@ -167,9 +165,7 @@ class ModelAdapter:
     def finish(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """Logits [V] in float32 after prompt `ids` [1, S], from the last row of `hidden` that left the last layer."""
         last = len(self.layers) - 1
-        with self._tapped(
-            range(last + 1), lambda index, args, _: hidden[:, -1:] if index == last else args[0]
-        ):
+        with self._tapped(range(last + 1), lambda index, args, _: hidden[:, -1:] if index == last else args[0]):
             return self._forward(ids[:, -1:], ids.shape[1] - 1).logits[0, -1].float()
 
     def step(self, ids: Tensor, start: int) -> Tensor:
@@ -183,9 +179,7 @@ class ModelAdapter:
         return self.model(input_ids=ids, position_ids=positions, use_cache=True, **keywords)
 
     @contextmanager
-    def _tapped(
-        self, which: range, tap: Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]
-    ) -> Iterator[None]:
+    def _tapped(self, which: range, tap: Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]) -> Iterator[None]:
         try:
             for index in which:
                 self.layers[index].forward = _bound_tap(tap, index)
@@ -205,9 +199,7 @@ def _bound_tap(tap: Callable[..., Tensor], index: int) -> Callable[..., Tensor]:
 
 
 def _attention_of(adapter: weakref.ref[ModelAdapter]) -> Callable[..., tuple[Tensor, None]]:
-    def attention(
-        module: nn.Module, query: Tensor, *_: Any, scaling: float, **__: Any
-    ) -> tuple[Tensor, None]:
+    def attention(module: nn.Module, query: Tensor, *_: Any, scaling: float, **__: Any) -> tuple[Tensor, None]:
         owner = adapter()
         assert owner is not None and owner._cache.active is not None
         return owner._cache.active.attend(query, scaling).transpose(1, 2), None

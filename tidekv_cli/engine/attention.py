@@ -46,9 +46,7 @@ class FlashCPU:
         return merge(diagonal, attend(queries, keys[:, :, :past], values[:, :, :past], scale))
 
 
-def _flash(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool = False
-) -> tuple[Tensor, Tensor]:
+def _flash(queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         queries, keys, values, 0.0, causal, scale=scale
     )

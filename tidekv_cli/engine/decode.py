@@ -23,9 +23,7 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
-            raise UsageError(
-                f"--temperature {self.temperature} is impossible", "use 0 (greedy) or a positive number"
-            )
+            raise UsageError(f"--temperature {self.temperature} is impossible", "use 0 (greedy) or a positive number")
         if not 0.0 < self.top_p <= 1.0:
             raise UsageError(f"--top-p {self.top_p} is impossible", "use a number above 0 and at most 1")
 
@@ -51,9 +49,7 @@ class Sampler:
         if settings.top_p < 1.0:
             ranked, order = weights.sort(descending=True)
             before = ranked.cumsum(-1) - ranked  # mass of the better ones
-            weights = torch.zeros_like(weights).scatter_(
-                0, order, ranked.masked_fill(before >= settings.top_p, 0.0)
-            )
+            weights = torch.zeros_like(weights).scatter_(0, order, ranked.masked_fill(before >= settings.top_p, 0.0))
         return int(torch.multinomial(weights, 1, generator=self._generator))
 
 

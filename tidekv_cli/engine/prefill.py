@@ -78,9 +78,7 @@ class LayerMajorPrefill:
         """Prefill the prompt, leaving nothing alive but the result."""
         began = time.perf_counter()
         layers = len(self._adapter.layers)
-        cut = chunk_borders(
-            self._length, self._length if self._whole else self._settings.chunk_size, self._tail
-        )
+        cut = chunk_borders(self._length, self._length if self._whole else self._settings.chunk_size, self._tail)
         chunks = [(0, self._length)] if self._whole else cut
         total = len(chunks) * (layers - 1) + len(cut)
         if self._whole:
@@ -102,9 +100,7 @@ class LayerMajorPrefill:
             logits = self._adapter.finish(hidden, self._ids)
         finally:
             self._adapter.bind(())
-        return Prefilled(
-            self._cache, self._kept, logits, self._length, time.perf_counter() - began, self._scoring_s
-        )
+        return Prefilled(self._cache, self._kept, logits, self._length, time.perf_counter() - began, self._scoring_s)
 
     def _advance(self, layer: int, start: int, stop: int) -> Tensor | None:
         """One layer over one chunk: hidden states [1, n, d] after it, or None where only K and V were wanted."""
@@ -130,9 +126,7 @@ class LayerMajorPrefill:
         observation = self._observer.take() if self._observer is not None else None
         if budget == self._length:
             return shared_by_heads(span(0, budget, keys), keys.shape[0])
-        return self._settings.selector.select(
-            LayerView(keys, observation, self._settings.score_block), budget
-        )
+        return self._settings.selector.select(LayerView(keys, observation, self._settings.score_block), budget)
 
 
 def chunk_borders(length: int, chunk_size: int, tail: int) -> list[tuple[int, int]]:

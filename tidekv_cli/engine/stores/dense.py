@@ -14,9 +14,7 @@ class DenseStore:
     `slack` rows are kept free for new tokens, so that decoding copies nothing; past them capacity grows by half.
     """
 
-    def __init__(
-        self, keys: Tensor, values: Tensor, indices: Tensor, slack: int, attention: Attention
-    ) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, indices: Tensor, slack: int, attention: Attention) -> None:
         """Gather rows `indices` [Hkv, K] of `keys` and `values` [1, Hkv, S, D]."""
         self._attention = attention
         self.length = indices.shape[1]

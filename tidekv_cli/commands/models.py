@@ -1,0 +1,59 @@
+"""`tidekv models list / pull / path`: aliases, where each comes from, what is on disk."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tidekv_cli.catalog import ALIASES, DEFAULT_MODEL
+from tidekv_cli.environment import Environment
+from tidekv_cli.errors import ModelError
+
+models = typer.Typer(help="Model aliases: list, fetch, find.", no_args_is_help=True)
+
+
+@models.command("list")
+def list_models(context: typer.Context) -> None:
+    """List the aliases, where each comes from, and whether it is on disk."""
+    from tidekv_cli.report import plain_table
+    from tidekv_cli.sources import alias_path
+
+    environment: Environment = context.obj
+    rows = []
+    for alias in ALIASES.values():
+        path = alias_path(alias, environment.environ)
+        default = " (default)" if alias.name == DEFAULT_MODEL else ""
+        where = str(path) if path.exists() else "not fetched"
+        rows.append((alias.name + default, alias.description, alias.license, alias.requirement, where))
+    environment.write(plain_table(("alias", "model", "license", "source", "on disk"), rows))
+
+
+@models.command("pull")
+def pull_model(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="The alias.")] = DEFAULT_MODEL,
+    again: Annotated[bool, typer.Option("--again", help="Fetch even if it is on disk.")] = False,
+) -> None:
+    """Fetch an alias's file unless it is on disk; print where it is."""
+    from tidekv_cli.report import Reporter
+    from tidekv_cli.sources import pull, resolve_model
+
+    environment: Environment = context.obj
+    if name not in ALIASES:
+        raise ModelError(f"there is no alias {name!r}", f"known are {', '.join(ALIASES)}")
+    note = Reporter(environment).note
+    if again:
+        pull(ALIASES[name], environment.environ, note, again=True)
+    environment.write(f"{resolve_model(name, environment.environ, False, note).path}\n")
+
+
+@models.command("path")
+def model_path(
+    context: typer.Context, name: Annotated[str, typer.Argument(help="Alias, path or hub id.")] = DEFAULT_MODEL
+) -> None:
+    """Print the file or directory that is loaded; fetches nothing."""
+    from tidekv_cli.sources import resolve_model
+
+    environment: Environment = context.obj
+    environment.write(f"{resolve_model(name, environment.environ, offline=True).path}\n")

@@ -1,0 +1,80 @@
+"""Documents from files and stdin, decoded strictly. Knows no tokens."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tidekv_cli.environment import Environment
+from tidekv_cli.errors import InputError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document's text; `path` is `-` for stdin."""
+
+    path: str
+    text: str
+
+
+def read_documents(
+    paths: Sequence[str], environment: Environment, encoding: str = "utf-8", errors: str = "strict"
+) -> list[Document]:
+    """Read `paths` in order; with none, stdin if it is not a terminal.
+
+    Raises `InputError` for what cannot be read or decoded, or holds nothing, and `UsageError` if there is nothing
+    to read from.
+    """
+    try:
+        codec = codecs.lookup(encoding).name
+        codecs.lookup_error(errors)
+        if not isinstance(b"".decode(codec, errors), str):
+            raise LookupError(encoding)
+    except LookupError as error:
+        raise UsageError(
+            f"--encoding {encoding} with --errors {errors} is not known",
+            "use for example utf-8, latin-1 or utf-16, with strict, replace or ignore",
+        ) from error
+    if not paths and environment.stdin_is_terminal:
+        raise UsageError("no document was given and stdin is a terminal", "name a file, or pipe text into tidekv run")
+    if list(paths).count("-") > 1:
+        raise UsageError("stdin (-) is named twice", "name it once")
+    return [_document(path, environment, codec, errors) for path in paths or ["-"]]
+
+
+def _document(path: str, environment: Environment, codec: str, errors: str) -> Document:
+    name = "stdin" if path == "-" else path
+    raw = _stdin(environment) if path == "-" else _file(path)
+    if codec == "utf-8" and raw.startswith(codecs.BOM_UTF8):
+        raw = raw[len(codecs.BOM_UTF8) :]
+    try:
+        text = raw.decode(codec, errors)
+    except UnicodeError as error:
+        where = f" at byte {error.start}" if isinstance(error, UnicodeDecodeError) else ""
+        raise InputError(
+            f"{name} is no valid {codec}{where}",
+            "say how it is encoded, for example --encoding latin-1, or use --errors replace",
+        ) from error
+    if not text.strip():
+        what = "is empty" if not raw else "holds only white space"
+        raise InputError(f"{name} {what}", "give a document with text")
+    return Document(path, text)
+
+
+def _stdin(environment: Environment) -> bytes:
+    if environment.stdin is None:
+        raise InputError("stdin is closed", "name a file, or pipe text into tidekv run")
+    try:
+        return environment.stdin.read()
+    except (OSError, ValueError) as error:
+        raise InputError(f"stdin cannot be read: {error}", "name a file, or pipe text into tidekv run") from error
+
+
+def _file(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise InputError(f"cannot read the document {path}: {reason}", "check the path and its permissions") from error

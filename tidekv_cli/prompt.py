@@ -1,0 +1,140 @@
+"""Documents and question -> token ids, through the model's chat template. Knows no model weights.
+
+Control text inside a document or question stays text; the template's own control tokens are tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tidekv_cli.documents import Document
+from tidekv_cli.errors import InputError, UsageError
+
+_SEPARATOR = "\n\n"
+_PLACEHOLDER = "\ue000document\ue001"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, of which `documents_start` .. `documents_stop`-1 come from documents and may be dropped."""
+
+    token_ids: list[int]
+    documents_start: int
+    documents_stop: int
+    document_tokens: tuple[int, ...]
+    truncated_tokens: int = 0
+
+
+def build_prompt(
+    tokenizer: Any,
+    documents: Sequence[Document],
+    question: str | None = None,
+    system: str | None = None,
+    raw: bool = False,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """The documents in order, then the question, as one user message (or, `raw`, as they are).
+
+    Raises `UsageError` where the template refuses, for example a system message that it has no place for.
+    """
+    body = _SEPARATOR.join([d.text for d in documents] + ([question] if question else []))
+    if raw or not getattr(tokenizer, "chat_template", None):
+        if system:
+            raise UsageError("--system needs a chat template", "drop --raw, or put the text into the document")
+        before = after = ""
+        start_ids = list(tokenizer("", verbose=False)["input_ids"])  # the tokenizer's own BOS, if it has one
+    else:
+        before, after, trims = _template(tokenizer, system, template_arguments or {})
+        start_ids = []
+        if trims:
+            body = body.strip()
+    pieces = _pieces(tokenizer, before, body, after)
+    ids, starts = list(start_ids), [-1] * len(start_ids)
+    for offset, text, control in pieces:
+        encoded = tokenizer(
+            text,
+            add_special_tokens=False,
+            split_special_tokens=not control,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        ids += encoded["input_ids"]
+        starts += [offset + begin for begin, _ in encoded["offset_mapping"]]
+    return _with_spans(ids, starts, documents, len(before), body)
+
+
+def _with_spans(ids: list[int], starts: list[int], documents: Sequence[Document], base: int, body: str) -> Prompt:
+    """Count the tokens that begin inside each document."""
+    counts: list[int] = []
+    place = base
+    first, stop = len(ids), 0
+    for document in documents:
+        end = min(place + len(document.text) + len(_SEPARATOR), base + len(body))
+        inside = [index for index, start in enumerate(starts) if place <= start < end]
+        counts.append(len(inside))
+        if inside:
+            first, stop = min(first, inside[0]), max(stop, inside[-1] + 1)
+        place = end
+    return Prompt(ids, min(first, stop), stop, tuple(counts))
+
+
+def _template(tokenizer: Any, system: str | None, arguments: Mapping[str, Any]) -> tuple[str, str, bool]:
+    """Text before and after the user's content, and whether the template strips white space around it."""
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": f" {_PLACEHOLDER} "})
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
+    except Exception as error:  # a template raises whatever its author chose
+        raise UsageError(f"the model's chat template refuses: {error}", "drop --system, or use --raw") from error
+    padded = f" {_PLACEHOLDER} "
+    marker = padded if padded in text else _PLACEHOLDER
+    before, found, after = text.partition(marker)
+    if not found or marker in after:
+        raise UsageError("the model's chat template does not carry the user's text as it is", "use --raw")
+    return before, after, marker is _PLACEHOLDER
+
+
+def _pieces(tokenizer: Any, before: str, body: str, after: str) -> list[tuple[int, str, bool]]:
+    """(offset, text, whether control tokens are recognised): one piece unless the body holds control text itself."""
+    control = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    if not before and not after:
+        return [(0, body, False)]
+    if not any(token in body for token in control):
+        return [(0, before + body + after, True)]
+    # The plain text around the body is encoded with it, so that no token border is forced where there is none.
+    head = max((before.rfind(token) + len(token) for token in control if token in before), default=0)
+    found = [after.find(token) for token in control if token in after]
+    tail = min(found, default=len(after))
+    middle = before[head:] + body + after[:tail]
+    return [
+        piece
+        for piece in (
+            (0, before[:head], True),
+            (head, middle, False),
+            (len(before) + len(body) + tail, after[tail:], True),
+        )
+        if piece[1]
+    ]
+
+
+def truncate(prompt: Prompt, limit: int, where: str) -> Prompt:
+    """Drop document tokens so that at most `limit` ids remain: from the `head`, `tail` or `middle` of the documents.
+
+    Raises `InputError` if the rest of the prompt alone is longer than that.
+    """
+    excess = len(prompt.token_ids) - limit
+    available = prompt.documents_stop - prompt.documents_start
+    if excess <= 0:
+        return prompt
+    if excess >= available:
+        raise InputError(
+            f"the prompt has {len(prompt.token_ids) - available} tokens besides its documents, {limit} is the limit",
+            "shorten the question or generate fewer tokens",
+        )
+    keep = available - excess
+    before = {"head": 0, "tail": keep, "middle": -(-keep // 2)}[where]
+    first = prompt.documents_start + before
+    ids = prompt.token_ids[:first] + prompt.token_ids[first + excess :]
+    return Prompt(ids, prompt.documents_start, prompt.documents_stop - excess, prompt.document_tokens, excess)

