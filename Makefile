@@ -1,0 +1,38 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Everything is installed into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Empty it to install the newest versions instead of the tested ones.
+CONSTRAINTS ?= -c constraints.txt
+QUESTION ?= What is this report about?
+
+.PHONY: demo test test-slow check format bench clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ".[dev]"
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/tidekv run examples/lighthouse.txt -p "$(QUESTION)" -n 80
+
+test: $(VENV)/.installed
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-slow: $(VENV)/.installed
+	$(BIN)/pytest -m "slow and not gpu"
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/prefill.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
