@@ -29,8 +29,7 @@ def read_documents(
     try:
         codec = codecs.lookup(encoding).name
         codecs.lookup_error(errors)
-        if not isinstance(b"".decode(codec, errors), str):
-            raise LookupError(encoding)
+        "a".encode(codec)  # raises for what is no text encoding, base64 for example
     except LookupError as error:
         raise UsageError(
             f"--encoding {encoding} with --errors {errors} is not known",

@@ -98,9 +98,9 @@ def _template(tokenizer: Any, system: str | None, arguments: Mapping[str, Any]) 
 
 def _pieces(tokenizer: Any, before: str, body: str, after: str) -> list[tuple[int, str, bool]]:
     """(offset, text, whether control tokens are recognised): one piece unless the body holds control text itself."""
-    control = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     if not before and not after:
         return [(0, body, False)]
+    control = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     if not any(token in body for token in control):
         return [(0, before + body + after, True)]
     # The plain text around the body is encoded with it, so that no token border is forced where there is none.

