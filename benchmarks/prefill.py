@@ -29,8 +29,9 @@ from tidekv_cli.engine.attention import FlashCPU
 from tidekv_cli.engine.budgets import Uniform
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings
+from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.selectors.snapkv import SnapKV
-from tidekv_cli.engine.session import SamplingSettings, Session
+from tidekv_cli.engine.session import Session
 from tidekv_cli.loading import LoadedModel, load_model, load_tokenizer
 from tidekv_cli.model_spec import inspect_model
 from tidekv_cli.sources import resolve_model

@@ -42,6 +42,7 @@ def tiny_causal_model(model_type: str = "llama", seed: int = 0, **changes: Any) 
         "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 512,
+        "rms_norm_eps": 2.0**-17,  # the same in float32, which is what GGUF keeps
         "initializer_range": 0.3,
         "tie_word_embeddings": False,
     }

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tidekv_cli.engine.attention import FlashCPU
+from tidekv_cli.engine.attention import Attention, Eager, FlashCPU
 from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.meter import storage_bytes
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.session import Session
 from tidekv_cli.methods import SELECTORS, Method
@@ -49,11 +50,19 @@ def test_llama_8b_items_are_the_known_figures() -> None:
 
 @pytest.mark.parametrize("schedule", ["tide", "oneshot"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("attention", [FlashCPU(), Eager()], ids=lambda backend: backend.name)
 @pytest.mark.parametrize(
     ("length", "chunk", "block", "budget"), [(700, 64, 64, 80), (700, 256, 512, 200), (90, 512, 2048, 40)]
 )
 def test_exact_items_and_bounds_hold_for_a_real_run(
-    tiny_model: Callable[..., Any], schedule: str, dtype: str, length: int, chunk: int, block: int, budget: int
+    tiny_model: Callable[..., Any],
+    schedule: str,
+    attention: Attention,
+    dtype: str,
+    length: int,
+    chunk: int,
+    block: int,
+    budget: int,
 ) -> None:
     model = tiny_model().to(getattr(torch, dtype))
     spec = spec_from_config(model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "tiny")
@@ -62,6 +71,7 @@ def test_exact_items_and_bounds_hold_for_a_real_run(
             spec,
             method=Method("m", schedule, "snapkv", "uniform", "dense", ""),
             dtype=dtype,
+            attention=attention.name,
             chunk_size=chunk,
             score_block=block,
             budget_tokens=budget,
@@ -72,11 +82,11 @@ def test_exact_items_and_bounds_hold_for_a_real_run(
     session = Session(model, frozenset())
     torch.manual_seed(0)
     ids = torch.randint(0, spec.vocab_size, (length,)).tolist()
-    choice = PrefillSettings(schedule, SELECTORS["snapkv"].build({}), Uniform(budget), FlashCPU(), chunk, block, 5)
+    choice = PrefillSettings(schedule, SELECTORS["snapkv"].build({}), Uniform(budget), attention, chunk, block, 5)
     prompt, live_peak = session.prefill(ids, choice)
     assert sum(store.nbytes for store in prompt.cache) == plan.cache
     assert sum(p.nbytes for p in model.parameters()) == plan.weights
-    small = session.weight_bytes - plan.weights + 8 * length + 4096  # rotary buffers, ids, scalars
+    small = storage_bytes(model.buffers()) + 8 * length + 4096  # rotary buffers, ids, scalars
     assert live_peak <= plan.peak + small
 
 
@@ -87,7 +97,7 @@ def test_the_bound_is_close_at_real_shapes(embedded_model: Any, document_ids: li
     session = Session(embedded_model.model, frozenset())
     choice = PrefillSettings("tide", SELECTORS["snapkv"].build({}), Uniform(256), FlashCPU(), 512, 2048, 8)
     _, live_peak = session.prefill(document_ids[:1200], choice)
-    measured = live_peak - session.weight_bytes
+    measured = live_peak - storage_bytes([*embedded_model.model.parameters(), *embedded_model.model.buffers()])
     assert measured <= plan.peak - plan.weights <= 1.35 * measured
 
 

@@ -64,7 +64,7 @@ def _cgroup(root: Path) -> tuple[int | None, int | None]:
     limits: list[int] = []
     left: list[int] = []
     for line in lines:
-        _, controllers, group = line.split(":", 2)
+        controllers, _, group = line.partition(":")[2].partition(":")
         if controllers == "":
             base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):

@@ -138,6 +138,8 @@ def _workspace(settings: PlanSettings, length: int) -> int:
     hidden = spec.hidden_size * (3 * item + widened)
     mlp = hidden + 3 * spec.intermediate_size * item
     attention = hidden + 5 * query * item + 4 * kv * item + query * widened + 12 * spec.heads
+    if settings.attention == "eager":  # the full matrix of logits, its exponential and its mask; float32 K and V
+        attention += 13 * spec.heads * length + 8 * kv * length // rows + 12 * query
     tables = 2 * spec.head_dim * (item + 8) + 16
     # In a whole-prompt layer K and V live beside the queries but the MLP runs after they are gone.
     return rows * (max(mlp, attention) + tables) + spec.vocab_size * (item + 8) + spec.hidden_size * 16

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidekv_cli.documents import Document
-from tidekv_cli.errors import InputError, UsageError
+from tidekv_cli.errors import UsageError, WindowError
 
 _SEPARATOR = "\n\n"
 _PLACEHOLDER = "\ue000document\ue001"
@@ -122,14 +122,14 @@ def _pieces(tokenizer: Any, before: str, body: str, after: str) -> list[tuple[in
 def truncate(prompt: Prompt, limit: int, where: str) -> Prompt:
     """Drop document tokens so that at most `limit` ids remain: from the `head`, `tail` or `middle` of the documents.
 
-    Raises `InputError` if the rest of the prompt alone is longer than that.
+    Raises `WindowError` if the rest of the prompt alone is longer than that.
     """
     excess = len(prompt.token_ids) - limit
     available = prompt.documents_stop - prompt.documents_start
     if excess <= 0:
         return prompt
     if excess >= available:
-        raise InputError(
+        raise WindowError(
             f"the prompt has {len(prompt.token_ids) - available} tokens besides its documents, {limit} is the limit",
             "shorten the question or generate fewer tokens",
         )

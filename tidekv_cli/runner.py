@@ -12,6 +12,7 @@ from typing import Any
 
 from tidekv_cli.device import Device, detect_device
 from tidekv_cli.documents import Document, read_documents
+from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import DoesNotFitError, ExitCode, MemoryExhaustedError, UsageError, WindowError
 from tidekv_cli.model_spec import ModelFiles, inspect_model
@@ -45,7 +46,7 @@ class Runner:
         profile = find_profile(request.profile or config.get("profile") or _PROFILE_OF_KIND[device.kind], environ)
         choice = choose_settings(request, config, profile)
         limit = parse_bytes(request.memory_limit, "--memory-limit") if request.memory_limit else None
-        _check_sampling(request)
+        sampling = SamplingSettings(request.temperature, request.top_p, request.seed)
         if request.kept:
             _check_writable(Path(request.kept))
         documents = read_documents(request.documents, self._environment, request.encoding, request.errors)
@@ -57,7 +58,7 @@ class Runner:
         if request.dry_run:
             return self._end(outcome)
         try:
-            self._generate(outcome, files, tokenizer, ids)
+            self._generate(outcome, files, tokenizer, ids, sampling)
         except KeyboardInterrupt:
             outcome.finish_reason = "interrupted"
             self._end(outcome)
@@ -79,6 +80,7 @@ class Runner:
         from tidekv_cli.prompt import build_prompt, truncate
 
         request = self._request
+        choice.selector.build(request.parameters)  # refuses impossible values before anything is reported
         tokenizer = load_tokenizer(files)
         if not request.raw and not getattr(tokenizer, "chat_template", None):
             self._warn("the model has no chat template; the prompt is given to it as it is")
@@ -134,13 +136,14 @@ class Runner:
             )
         self._warn(message)
 
-    def _generate(self, outcome: Outcome, files: ModelFiles, tokenizer: Any, ids: list[int]) -> None:
+    def _generate(
+        self, outcome: Outcome, files: ModelFiles, tokenizer: Any, ids: list[int], sampling: SamplingSettings
+    ) -> None:
         """Load, prefill and stream; fills `outcome` as it goes."""
         import torch
 
         from tidekv_cli.engine.attention import choose_attention
         from tidekv_cli.engine.budgets import Uniform
-        from tidekv_cli.engine.decode import SamplingSettings
         from tidekv_cli.engine.meter import process_peak_bytes
         from tidekv_cli.engine.prefill import PrefillSettings
         from tidekv_cli.engine.session import Session
@@ -169,7 +172,6 @@ class Runner:
             outcome.cache_tokens_per_layer = [store.length for store in prompt.cache]
             if request.kept:
                 _write_kept(Path(request.kept), ids, prompt.kept)
-            sampling = SamplingSettings(request.temperature, request.top_p, request.seed)
             self._stream(outcome, session.generate(prompt, sampling, choice.max_new_tokens), tokenizer, began)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "memory" not in str(error):
@@ -275,16 +277,6 @@ def _does_not_fit(plan: Plan) -> DoesNotFitError:
         f"the predicted peak {format_bytes(plan.bytes.peak)} exceeds the {format_bytes(settings.free_bytes)} free",
         f"{context}; {way} helps most, and --truncate shortens the document",
     )
-
-
-def _check_sampling(request: RunRequest) -> None:
-    """Sampling values are refused before anything heavy starts."""
-    if not 0.0 <= request.temperature < float("inf"):
-        raise UsageError(f"--temperature {request.temperature} is impossible", "use 0 (greedy) or a positive number")
-    if not 0.0 < request.top_p <= 1.0:
-        raise UsageError(f"--top-p {request.top_p} is impossible", "use a number above 0 and at most 1")
-    if request.seed is not None and not -(1 << 63) <= request.seed < 1 << 63:
-        raise UsageError(f"--seed {request.seed} is impossible", "use a 64-bit number")
 
 
 def _check_writable(path: Path) -> None:

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.prefill import Prefilled
-from tidekv_cli.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingSettings:
-    """Greedy at temperature 0; otherwise nucleus sampling from the smallest set with mass `top_p`."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise UsageError(f"--temperature {self.temperature} is impossible", "use 0 (greedy) or a positive number")
-        if not 0.0 < self.top_p <= 1.0:
-            raise UsageError(f"--top-p {self.top_p} is impossible", "use a number above 0 and at most 1")
+from tidekv_cli.engine.sampling import SamplingSettings
 
 
 class Sampler:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from tidekv_cli.engine.adapter import ModelAdapter
-from tidekv_cli.engine.decode import SamplingSettings, generate_tokens
-from tidekv_cli.engine.meter import LiveMeter, storage_bytes
+from tidekv_cli.engine.decode import generate_tokens
+from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings, Progress
+from tidekv_cli.engine.sampling import SamplingSettings
 
 
 class Session:
@@ -22,21 +22,13 @@ class Session:
         self._end = end_token_ids
         self._model = model
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights as loaded, tied ones once."""
-        return storage_bytes(self._weights())
-
-    def _weights(self) -> list[Tensor]:
-        return [*self._model.parameters(), *self._model.buffers()]
-
     def prefill(
         self, token_ids: Sequence[int], settings: PrefillSettings, progress: Progress | None = None
     ) -> tuple[Prefilled, int]:
         """Build the compact cache of a prompt; also the live-tensor peak in bytes while it was built, with weights."""
         ids = torch.tensor([token_ids], device=self.adapter.device)
         meter = LiveMeter()
-        meter.watch([ids, *self._weights()])
+        meter.watch([ids, *self._model.parameters(), *self._model.buffers()])
         with meter:
             prompt = LayerMajorPrefill(self.adapter, ids, settings, progress).run()
         return prompt, meter.peak_bytes
