@@ -96,7 +96,7 @@ def _failed(error: TideError, arguments: Sequence[str], environment: Environment
 
     try:
         Reporter(environment).error(error)
-        if "--json" in arguments:
+        if "--json" in arguments and environment.stdout is not None:
             environment.write(json.dumps(error_document(error), ensure_ascii=False) + "\n")
     except BrokenPipeError:
         return ExitCode.CLOSED_PIPE

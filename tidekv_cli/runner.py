@@ -41,6 +41,8 @@ class Runner:
     def run(self) -> ExitCode:
         """Do it all; the exit code says whether it was interrupted."""
         request, environ = self._request, self._environment.environ
+        if self._environment.stdout is None:
+            raise UsageError("standard output is closed, so there is no place for the answer", "do not close it")
         config = load_settings(environ)
         device = detect_device(request.device or config.get("device") or "auto")
         profile = find_profile(request.profile or config.get("profile") or _PROFILE_OF_KIND[device.kind], environ)
@@ -272,10 +274,11 @@ def _does_not_fit(plan: Plan) -> DoesNotFitError:
     way = "--dtype bfloat16" if settings.dtype == "float32" else "a smaller --budget or --chunk-size"
     if settings.method.schedule == "oneshot":
         way = "--schedule tide"
+    shorten = ", and --truncate shortens the document" if most else ""
     context = f"at most {most} tokens fit at this setting" if most else "no context fits at this setting"
     return DoesNotFitError(
         f"the predicted peak {format_bytes(plan.bytes.peak)} exceeds the {format_bytes(settings.free_bytes)} free",
-        f"{context}; {way} helps most, and --truncate shortens the document",
+        f"{context}; {way} helps most{shorten}",
     )
 
 

@@ -100,6 +100,7 @@ class LayerMajorPrefill:
             logits = self._adapter.finish(hidden, self._ids)
         finally:
             self._adapter.bind(())
+            self._active.after_attention = None  # else the two hold each other, and bridge and KV with them
         return Prefilled(self._cache, self._kept, logits, self._length, time.perf_counter() - began, self._scoring_s)
 
     def _advance(self, layer: int, start: int, stop: int) -> Tensor | None:

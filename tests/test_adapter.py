@@ -1,0 +1,107 @@
+"""Record and replay equals the plain model, for every supported architecture, and cleans up after itself."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface
+
+from tests.references import plain_greedy, plain_logits
+from tidekv_cli.engine.adapter import ModelAdapter
+from tidekv_cli.engine.attention import Eager, FlashCPU
+from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.prefill import PrefillSettings
+from tidekv_cli.engine.sampling import SamplingSettings
+from tidekv_cli.engine.selectors.keep_all import KeepAll
+from tidekv_cli.engine.selectors.snapkv import SnapKV
+from tidekv_cli.engine.session import Session
+from tidekv_cli.errors import ModelError
+
+LENGTH = 150
+
+
+def settings(chunk: int, budget: int = LENGTH, schedule: str = "tide", attention: Any = None) -> PrefillSettings:
+    return PrefillSettings(schedule, SnapKV(), Uniform(budget), attention or FlashCPU(), chunk, 64, 64)
+
+
+@pytest.fixture
+def ids() -> list[int]:
+    return torch.randint(0, 128, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("schedule", ["tide", "oneshot"])
+@pytest.mark.parametrize("attention", [FlashCPU(), Eager()], ids=lambda backend: backend.name)
+def test_no_eviction_equals_the_plain_model(
+    tiny_model: Callable[..., Any], ids: list[int], model_type: str, schedule: str, attention: Any
+) -> None:
+    model = tiny_model(model_type)
+    logits, tokens = plain_logits(model, ids), plain_greedy(model, ids, 64)
+    session = Session(model, frozenset())
+    for chunk in (1, 7, 64, LENGTH):
+        prompt, _ = session.prefill(ids, settings(chunk, schedule=schedule, attention=attention))
+        assert ((prompt.logits - logits).abs().max() / logits.abs().max()).item() <= 1e-5
+        assert list(session.generate(prompt, SamplingSettings(), 64)) == tokens
+
+
+@pytest.mark.parametrize("shape", [{"num_attention_heads": 4, "num_key_value_heads": 4}, {"num_key_value_heads": 1}])
+@pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
+def test_head_counts_and_scaled_rope(
+    tiny_model: Callable[..., Any], ids: list[int], shape: dict[str, int], rope: str
+) -> None:
+    scaling: dict[str, Any] = {"rope_type": rope, "rope_theta": 10000.0, "factor": 4.0}
+    if rope == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    if rope == "yarn":
+        scaling |= {"original_max_position_embeddings": 64}
+    model = tiny_model(rope_parameters=scaling, **shape)
+    logits = plain_logits(model, ids)
+    prompt, _ = Session(model, frozenset()).prefill(ids, settings(16))
+    assert ((prompt.logits - logits).abs().max() / logits.abs().max()).item() <= 1e-5
+
+
+def test_taps_are_removed_after_an_exception(tiny_model: Callable[..., Any], ids: list[int]) -> None:
+    model = tiny_model()
+    session = Session(model, frozenset())
+    logits = plain_logits(model, ids)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken layer")
+
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="broken layer"):
+        session.prefill(ids, settings(64))
+    hook.remove()
+    assert all("forward" not in layer.__dict__ for layer in model.model.layers)
+    assert torch.equal(plain_logits(model, ids), logits)
+    prompt, _ = session.prefill(ids, settings(64))
+    assert torch.allclose(prompt.logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_two_adapters_do_not_disturb_each_other(tiny_model: Callable[..., Any], ids: list[int]) -> None:
+    first, second = tiny_model(seed=1), tiny_model(seed=2)
+    sessions = [Session(model, frozenset()) for model in (first, second)]
+    prompts = [session.prefill(ids, settings(32))[0] for session in sessions]
+    streams = [s.generate(p, SamplingSettings(), 8) for s, p in zip(sessions, prompts, strict=True)]
+    mixed = [[next(stream) for stream in streams] for _ in range(8)]
+    for model, tokens in zip((first, second), zip(*mixed, strict=True), strict=True):
+        assert plain_greedy(model, ids, 8) == list(tokens)
+
+
+def test_registry_entries_go_with_the_adapter(tiny_model: Callable[..., Any]) -> None:
+    before = set(AttentionInterface._global_mapping)
+    adapter = ModelAdapter(tiny_model())
+    assert len(set(AttentionInterface._global_mapping) - before) == 1
+    del adapter
+    gc.collect()
+    assert set(AttentionInterface._global_mapping) == before
+
+
+def test_another_mask_is_refused_not_ignored(tiny_model: Callable[..., Any], ids: list[int]) -> None:
+    session = Session(tiny_model("mistral", sliding_window=16), frozenset())
+    with pytest.raises(ModelError, match="mask"):
+        session.prefill(ids, PrefillSettings("tide", KeepAll(), Uniform(LENGTH), FlashCPU(), 32, 64, 0))

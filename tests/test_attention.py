@@ -1,0 +1,70 @@
+"""Backends give the same output and LSE: bottom-right causal, grouped heads, one query or many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tidekv_cli.engine.attention import Eager, FlashCPU, choose_attention, merge
+from tidekv_cli.errors import UsageError
+
+SHAPES = [(1, 1, 1, 1), (4, 2, 1, 9), (4, 4, 7, 7), (9, 3, 5, 40), (8, 1, 33, 100), (6, 2, 600, 700), (2, 2, 513, 513)]
+
+
+def tensors(shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv_heads, rows, length = shape
+    draw = torch.Generator().manual_seed(length)
+    sizes = ((heads, rows), (kv_heads, length), (kv_heads, length))
+    return tuple(torch.randn(1, h, n, 32, generator=draw).to(dtype) for h, n in sizes)  # type: ignore[return-value]
+
+
+def one_by_one(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax of one query of one head at a time, in float64."""
+    _, heads, rows, _ = queries.shape
+    group, past = heads // keys.shape[1], keys.shape[2] - rows
+    out, lse = torch.empty_like(queries, dtype=torch.float64), torch.empty(1, heads, rows, dtype=torch.float64)
+    for head in range(heads):
+        for row in range(rows):
+            seen = keys[0, head // group, : past + row + 1].double()
+            logits = seen @ queries[0, head, row].double() * scale
+            lse[0, head, row] = logits.logsumexp(0)
+            out[0, head, row] = logits.softmax(0) @ values[0, head // group, : past + row + 1].double()
+    return out, lse
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backend", [FlashCPU(), Eager()], ids=lambda backend: backend.name)
+def test_output_and_lse(backend: FlashCPU | Eager, shape: tuple[int, int, int, int]) -> None:
+    queries, keys, values = tensors(shape)
+    out, lse = backend.attend(queries, keys, values, 0.2)
+    expected_out, expected_lse = one_by_one(queries, keys, values, 0.2)
+    assert out.shape == queries.shape and lse.shape == queries.shape[:3]
+    assert torch.allclose(out.double(), expected_out, atol=2e-6)
+    assert torch.allclose(lse.double(), expected_lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_half_precision(shape: tuple[int, int, int, int]) -> None:
+    queries, keys, values = tensors(shape, torch.bfloat16)
+    out, lse = FlashCPU().attend(queries, keys, values, 0.2)
+    expected_out, expected_lse = one_by_one(queries, keys, values, 0.2)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert torch.allclose(out.double(), expected_out, atol=2e-2)
+    assert torch.allclose(lse.double(), expected_lse, atol=2e-2)
+
+
+def test_merge_of_two_halves_is_the_whole() -> None:
+    queries, keys, values = tensors((4, 2, 1, 60))
+    backend = Eager()
+    parts = [backend.attend(queries, keys[:, :, s], values[:, :, s], 0.2) for s in (slice(0, 23), slice(23, 60))]
+    out, lse = merge(*parts)
+    expected_out, expected_lse = backend.attend(queries, keys, values, 0.2)
+    assert torch.allclose(out, expected_out, atol=1e-6) and torch.allclose(lse, expected_lse, atol=1e-6)
+
+
+def test_choice() -> None:
+    cpu = torch.device("cpu")
+    assert [choose_attention(name, cpu).name for name in ("auto", "sdpa", "eager")] == ["sdpa", "sdpa", "eager"]
+    with pytest.raises(UsageError, match="flash-attn"):
+        choose_attention("flash-attn", cpu)

@@ -1,0 +1,54 @@
+"""The README's commands run, and its tables say what the program does."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from tests.cli_runner import run_cli
+from tests.conftest import ROOT
+from tidekv_cli.errors import ExitCode
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if "tidekv run" in line]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded_tokenizer: Any) -> Path:
+    """A directory with every file that the README names."""
+    for name in ("report.txt", "a.txt", "b.txt", "book.txt"):
+        (tmp_path / name).write_text(f"{name} says that the tide turns.\n", encoding="utf-8")
+    LlamaConfig(vocab_size=49152, num_hidden_layers=2, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "my-model")
+    embedded_tokenizer.save_pretrained(tmp_path / "my-model")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) >= 6
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command: str, folder: Path, embedded_path: Path) -> None:
+    before, pipe, after = command.rpartition("|")
+    words = shlex.split(after if pipe else command)
+    assert words[0] == "tidekv"
+    result = run_cli(*words[1:], "--dry-run", stdin=b"A piped document." if before else b"")
+    assert result.code == 0, result.err
+
+
+def test_exit_codes_are_listed() -> None:
+    listed = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", README, re.MULTILINE) for code in row.split(",")}
+    assert listed == {int(code) for code in ExitCode}
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"make ([a-z-]+)", README)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
