@@ -204,4 +204,3 @@ def write_hugging_face(path: Path, model: PreTrainedModel, shard_size: str = "1G
     model.save_pretrained(path, max_shard_size=shard_size)
     byte_level_tokenizer().save_pretrained(path)
     return path
-

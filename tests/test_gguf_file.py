@@ -186,9 +186,7 @@ def test_tensors_that_end_after_the_file(tmp_path: Path) -> None:
     shape = struct.pack("<IQQ", 2, 1 << 40, 1 << 40)
     path.write_bytes(header(text(b"huge") + shape + struct.pack("<IQ", KIND.F32, 0), tensors=1) + bytes(100))
     assert_damaged(path, "'huge'", "truncated")
-    path.write_bytes(
-        header(text(b"far") + struct.pack("<IQIQ", 1, 1, KIND.F32, (1 << 64) - 4), tensors=1) + bytes(100)
-    )
+    path.write_bytes(header(text(b"far") + struct.pack("<IQIQ", 1, 1, KIND.F32, (1 << 64) - 4), tensors=1) + bytes(100))
     assert_damaged(path, "'far'", "truncated")
 
 

@@ -24,7 +24,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded_tokenizer: 
     """A directory with every file that the README names."""
     for name in ("report.txt", "a.txt", "b.txt", "book.txt"):
         (tmp_path / name).write_text(f"{name} says that the tide turns.\n", encoding="utf-8")
-    LlamaConfig(vocab_size=49152, num_hidden_layers=2, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "my-model")
+    config = LlamaConfig(vocab_size=49152, num_hidden_layers=2, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path / "my-model")
     embedded_tokenizer.save_pretrained(tmp_path / "my-model")
     monkeypatch.chdir(tmp_path)
     return tmp_path
