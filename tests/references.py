@@ -133,8 +133,13 @@ def plain_greedy(model: Any, ids: Sequence[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
-def plain_step_with_kept_rows(model: Any, ids: Sequence[int], kept: Sequence[Tensor], token: int) -> Tensor:
-    """Logits [V] after `token` when the plain model's full cache is cut to the kept rows, position S stated."""
+def plain_steps_with_kept_rows(
+    model: Any, ids: Sequence[int], kept: Sequence[Tensor], tokens: Sequence[int]
+) -> list[Tensor]:
+    """Logits [V] after each of `tokens` when the plain model's full cache is cut to the kept rows.
+
+    Positions are stated, S and on.
+    """
     own = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     try:
@@ -144,9 +149,12 @@ def plain_step_with_kept_rows(model: Any, ids: Sequence[int], kept: Sequence[Ten
         for layer, rows in zip(cache.layers, kept, strict=True):
             picked = rows[None, :, :, None].expand(-1, -1, -1, layer.keys.shape[-1])
             layer.keys, layer.values = layer.keys.gather(2, picked), layer.values.gather(2, picked)
-        position = torch.tensor([[len(ids)]])
-        out = model(input_ids=torch.tensor([[token]]), position_ids=position, use_cache=True, **{name: cache})
-        return out.logits[0, -1]
+        logits = []
+        for position, token in enumerate(tokens, len(ids)):
+            fed, place = torch.tensor([[token]]), torch.tensor([[position]])
+            out = model(input_ids=fed, position_ids=place, use_cache=True, **{name: cache})
+            logits.append(out.logits[0, -1])
+        return logits
     finally:
         model.set_attn_implementation(own)
 

@@ -10,6 +10,7 @@ from tidekv_cli.engine.attention import Eager, FlashCPU, choose_attention, merge
 from tidekv_cli.errors import UsageError
 
 SHAPES = [(1, 1, 1, 1), (4, 2, 1, 9), (4, 4, 7, 7), (9, 3, 5, 40), (8, 1, 33, 100), (6, 2, 600, 700), (2, 2, 513, 513)]
+SHAPES += [(4, 2, 512, 560), (4, 2, 513, 560)]  # either side of where a group's heads are folded
 
 
 def tensors(shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Sampling, end tokens, stores that grow, and the meter."""
+"""Sampling, end tokens, the limit, and where positions go on."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.references import plain_greedy
-from tidekv_cli.engine.attention import Eager, FlashCPU
+from tests.references import plain_greedy, plain_steps_with_kept_rows
+from tidekv_cli.engine.attention import FlashCPU
 from tidekv_cli.engine.budgets import Uniform
 from tidekv_cli.engine.decode import Sampler
-from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.selectors.snapkv import SnapKV
 from tidekv_cli.engine.session import Session
-from tidekv_cli.engine.stores.dense import DenseStore
 from tidekv_cli.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -68,40 +66,21 @@ def test_generation_ends_before_any_end_token_and_outgrows_its_slack(tiny_model:
     assert list(stopping.generate(stopping.prefill(ids, settings)[0], SamplingSettings(), 30)) == expected[:first]
 
 
-@pytest.mark.parametrize("slack", [0, 1, 10])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_store_append_and_attend(slack: int, rows: int) -> None:
-    draw = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(1, 2, 20, 8, generator=draw) for _ in range(2))
-    indices = torch.tensor([[0, 3, 19], [1, 2, 4]])
-    store = DenseStore(keys, values, indices, slack, FlashCPU())
-    assert store.nbytes == 2 * 2 * (3 + slack) * 8 * 4
-    gathered = [torch.stack([t[0, h, indices[h]] for h in range(2)])[None] for t in (keys, values)]
-    for _ in range(5):
-        new = [torch.randn(1, 2, rows, 8, generator=draw) for _ in range(2)]
-        gathered = [torch.cat(pair, 2) for pair in zip(gathered, new, strict=True)]
-        assert torch.equal(store.append(*new)[0], gathered[0]) and torch.equal(store.values, gathered[1])
-        queries = torch.randn(1, 4, rows, 8, generator=draw)
-        assert torch.allclose(store.attend(queries, 0.3), Eager().attend(queries, *gathered, 0.3)[0], atol=1e-6)
+@pytest.mark.parametrize("limit", [0, 1, 5])
+def test_the_limit_and_what_joins_the_cache(tiny_model: Callable[..., Any], limit: int) -> None:
+    session = Session(tiny_model(), frozenset())
+    prompt, _ = session.prefill(list(range(50)), PrefillSettings("tide", SnapKV(8), Uniform(20), FlashCPU(), 16, 64, 9))
+    assert len(list(session.generate(prompt, SamplingSettings(), limit))) == limit
+    joined = max(limit - 1, 0)  # nothing asks what follows the last token
+    assert [store.length for store in prompt.cache] == [20 + joined] * 2
 
 
-def test_meter_counts_each_storage_from_birth_to_death() -> None:
-    meter = LiveMeter()
-    kept = torch.zeros(1000)
-    meter.watch([kept, kept[10:]])
-    assert meter.live_bytes == 4000
-    with meter:
-        made = torch.ones(500)
-        view = made[5:].view(5, 99)
-        made.add_(1.0)
-        parts = torch.ones(300).split(100)
-        assert meter.live_bytes == 4000 + 2000 + 1200
-        del parts
-        double = kept * 2
-        del double
-        assert meter.live_bytes == 4000 + 2000
-    assert meter.peak_bytes >= 4000 + 2000 + 4000
-    del made
-    assert meter.live_bytes == 6000  # the view still holds it
-    del view
-    assert meter.live_bytes == 4000
+def test_positions_go_on_at_the_prompts_end_after_eviction(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model()
+    ids = torch.randint(0, 128, (90,), generator=torch.Generator().manual_seed(2)).tolist()
+    session = Session(model, frozenset())
+    prompt, _ = session.prefill(ids, PrefillSettings("tide", SnapKV(8), Uniform(20), FlashCPU(), 16, 64, 4))
+    tokens = list(session.generate(prompt, SamplingSettings(), 12))
+    assert tokens[0] == int(prompt.logits.argmax())
+    expected = plain_steps_with_kept_rows(model, ids, prompt.kept, tokens[:-1])
+    assert tokens[1:] == [int(logits.argmax()) for logits in expected]

@@ -36,9 +36,9 @@ def check_equal_to_plain(session: Session, ids: list[int], chunk: int, block: in
 
 
 def test_a_short_prompt_without_eviction_equals_the_plain_model(embedded_model: Any, document_ids: list[int]) -> None:
-    ids = document_ids[:300]
+    ids = document_ids[:600]
     plain = plain_logits(embedded_model.model, ids), plain_greedy(embedded_model.model, ids, 16)
-    check_equal_to_plain(Session(embedded_model.model, frozenset()), ids, 64, 64, plain)
+    check_equal_to_plain(Session(embedded_model.model, frozenset()), ids, 256, 64, plain)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.references import Recorder, heads_that_differ, plain_logits, plain_step_with_kept_rows
+from tests.references import Recorder, heads_that_differ, plain_logits, plain_steps_with_kept_rows
 from tidekv_cli.engine.attention import FlashCPU
 from tidekv_cli.engine.budgets import Uniform
 from tidekv_cli.engine.meter import LiveMeter, storage_bytes
@@ -62,6 +62,23 @@ def test_kept_rows_are_rows_of_the_full_cache(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("selector", SELECTORS, ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_smallest_and_largest_budgets(
+    tiny_model: Callable[..., Any], selector: Any, kv_heads: int, schedule: str
+) -> None:
+    session, ids = Session(tiny_model(num_key_value_heads=kv_heads), frozenset()), random_ids(60)
+    full, _ = session.prefill(ids, settings(selector, 60, schedule=schedule))
+    for budget in (selector.mandatory_tokens, selector.mandatory_tokens + 1, 59, 60, 61):
+        evicted, _ = session.prefill(ids, settings(selector, budget, schedule=schedule))
+        for whole, store, kept in zip(full.cache, evicted.cache, evicted.kept, strict=True):
+            assert kept.shape == (kv_heads, min(budget, 60)) and (kept.diff() > 0).all()
+            for head in range(kv_heads):
+                assert torch.equal(store.keys[0, head], whole.keys[0, head, kept[head]])
+                assert torch.equal(store.values[0, head], whole.values[0, head, kept[head]])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("selector", [*SELECTORS, KeepAll()], ids=str)
 def test_short_prompts(tiny_model: Callable[..., Any], selector: Any, schedule: str) -> None:
     model = tiny_model()
@@ -98,12 +115,13 @@ def test_decoding_after_eviction_equals_eviction_in_the_plain_model(
     session = Session(model, frozenset())
     prompt, _ = session.prefill(ids, settings(selector, 30))
     adapter = session.adapter
-    expected = plain_step_with_kept_rows(model, ids, prompt.kept, 5)
+    tokens = random_ids(6, seed=3)  # two more than the slack
     adapter.bind(prompt.cache)
-    with torch.no_grad():
-        found = adapter.step(torch.tensor([[5]]), len(ids))
-    assert ((found - expected).abs().max() / expected.abs().max()).item() <= 1e-5
-    assert [store.length for store in prompt.cache] == [31, 31]
+    for count, expected in enumerate(plain_steps_with_kept_rows(model, ids, prompt.kept, tokens)):
+        with torch.no_grad():
+            found = adapter.step(torch.tensor([[tokens[count]]]), len(ids) + count)
+        assert ((found - expected).abs().max() / expected.abs().max()).item() <= 1e-5
+        assert [store.length for store in prompt.cache] == [31 + count] * 2
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -117,6 +135,30 @@ def test_nothing_but_the_result_stays_alive(tiny_model: Callable[..., Any], sche
         prompt = LayerMajorPrefill(session.adapter, ids, settings(SnapKV(), 64, 32, schedule)).run()
     held = sum(store.nbytes for store in prompt.cache) + storage_bytes([*prompt.kept, prompt.logits])
     assert meter.live_bytes - before == held
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_failed_prefill_leaves_nothing_alive(tiny_model: Callable[..., Any], schedule: str, layer: int) -> None:
+    model = tiny_model()
+    session, ids = Session(model, frozenset()), torch.tensor([random_ids(300)])
+    meter = LiveMeter()
+    meter.watch([ids, *model.parameters(), *model.buffers()])
+    before = meter.live_bytes
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken layer")
+
+    hook = model.model.layers[layer].mlp.register_forward_pre_hook(fail)
+    with meter:
+        try:
+            LayerMajorPrefill(session.adapter, ids, settings(SnapKV(), 64, 32, schedule)).run()
+        except RuntimeError as error:
+            assert str(error) == "broken layer"
+        else:
+            pytest.fail("the layer did not run")
+    hook.remove()
+    assert meter.peak_bytes > before and meter.live_bytes == before
 
 
 def test_only_bridge_and_active_kv_grow_with_the_prompt(tiny_model: Callable[..., Any]) -> None:

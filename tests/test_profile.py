@@ -56,7 +56,7 @@ def test_bad_profiles(tmp_path: Path, change: dict[str, Any], word: str) -> None
 def test_files_that_are_no_profile(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(UsageError, match="bad.yaml"):
+    with pytest.raises(UsageError, match=r"bad\.yaml"):
         load_profile(path)
 
 

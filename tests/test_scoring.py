@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.references import dense_snapkv
-from tidekv_cli.engine.scoring import Observation, Observer, StreamingTopK, pool_scores, window_lse
+from tidekv_cli.engine.scoring import Observation, Observer, StreamingTopK, pool_scores, window_lse, window_scores
 from tidekv_cli.engine.selectors import LayerView
 from tidekv_cli.engine.selectors.snapkv import SnapKV
 
@@ -60,13 +62,68 @@ def test_ties_huge_logits_and_half_precision(kind: str, pooling: str) -> None:
         seen = Observation(seen.queries * 1e4, seen.lse * 1e4, seen.scale)
     else:
         keys, seen = keys.bfloat16(), Observation(seen.queries.bfloat16(), seen.lse, seen.scale)
-    for block in (64, 128, 2048):
+    for block in (1, 64, 100, 2048):
         view = LayerView(keys, seen, block)
         kept = SnapKV(window=8, pool=pooling, pool_kernel=5).select(view, 40).indices
         assert torch.equal(kept, dense_snapkv(view, 40, 8, 5, pooling))
         assert (kept.diff() > 0).all()
     if kind == "equal keys" and pooling == "max":  # all tie: the lowest positions stay
         assert kept[0].tolist() == [*range(32), *range(292, 300)]
+
+
+@pytest.mark.parametrize("pooling", ["avg", "max"])
+@pytest.mark.parametrize("kernel", [1, 5, 7])
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_every_budget_of_a_prompt_hardly_longer_than_it(pooling: Any, kernel: int, sinks: int) -> None:
+    window, room = 8, 5  # room: chosen entries, K less what is mandatory
+    for length in range(window + sinks + 1, window + sinks + room + 3):
+        view = random_view(length, length, 2, 2, window)
+        selector = SnapKV(window=window, pool=pooling, pool_kernel=kernel, sinks=sinks)
+        for budget in range(window + sinks, length):
+            expected = dense_snapkv(view, budget, window, kernel, pooling, sinks)
+            for block in (1, 3, 2048):
+                kept = selector.select(LayerView(view.keys, view.observation, block), budget)
+                assert torch.equal(kept.indices, expected), (length, budget, block)
+
+
+@pytest.mark.parametrize("pooling", ["avg", "max"])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_dropped_key_beats_a_kept_one_by_the_definition(pooling: Any, passes: int, seed: int) -> None:
+    """Against causal softmax in float64, which shares no step with the code; rounding is all that may differ."""
+    window, kernel, budget, length = 16, 7, 90, 500
+    view = random_view(seed, length, 2, 3, window)
+    seen = view.observation
+    assert seen is not None
+    if passes == 2:
+        seen = Observation(seen.queries, None, seen.scale)
+    exact = by_definition(view.keys, seen, kernel, pooling)
+    raw = window_scores(view.keys, seen, length - window, 100)
+    noise = (torch.cat(list(pool_scores(raw, kernel, pooling)), 1) - exact).abs().max()
+    assert noise <= 1e-5 * exact.max()
+    selector = SnapKV(window=window, pool=pooling, pool_kernel=kernel)
+    kept = selector.select(LayerView(view.keys, seen, 100), budget).indices[:, :-window]
+    chosen = torch.zeros_like(exact, dtype=torch.bool).scatter_(1, kept, True)
+    worst = exact.masked_fill(~chosen, float("inf")).amin(1)
+    assert (worst >= exact.masked_fill(chosen, 0.0).amax(1) - 2 * noise).all()
+
+
+def by_definition(keys: Tensor, seen: Observation, kernel: int, pooling: str) -> Tensor:
+    """Pooled scores [Hkv, S - W] in float64: one query of one head at a time, each pooled value by hand."""
+    heads, length, _ = keys.shape
+    count, window, _ = seen.queries.shape
+    prefix, group, half = length - window, count // heads, kernel // 2
+    raw = torch.zeros(heads, prefix, dtype=torch.float64)
+    for head in range(count):
+        for row in range(window):
+            visible = keys[head // group, : prefix + row + 1].double()
+            weights = (visible @ seen.queries[head, row].double() * seen.scale).softmax(0)
+            raw[head // group] += weights[:prefix] / (group * window)
+    pooled = torch.empty_like(raw)
+    for position in range(prefix):
+        near = raw[:, max(position - half, 0) : position + half + 1]
+        pooled[:, position] = near.sum(1) / kernel if pooling == "avg" else near.amax(1)
+    return pooled
 
 
 def test_top_k_is_a_stable_sort() -> None:
@@ -90,6 +147,28 @@ def test_top_k_ranks_nan_last_and_infinity_first() -> None:
     empty = StreamingTopK(2)
     empty.push(torch.full((1, 4), float("nan")))
     assert empty.result()[0].tolist() == [[0, 1]]
+
+
+def test_top_k_with_nan_among_duplicates() -> None:
+    draw = torch.Generator().manual_seed(1)
+    scores = torch.randint(0, 4, (4, 120), generator=draw).float()
+    scores[torch.rand(4, 120, generator=draw) < 0.3] = float("nan")
+    ranked = scores.nan_to_num(float("-inf")).sort(dim=1, descending=True, stable=True).indices
+    for count in (1, 30, 100, 119):  # 100 and more take some of the NaNs, the lowest positions first
+        for block in (1, 7, 120):
+            top = StreamingTopK(count)
+            for part in scores.split(block, 1):
+                top.push(part)
+            assert torch.equal(top.result()[0], ranked[:, :count].sort(1).values)
+
+
+def test_top_k_leaves_skipped_positions_out() -> None:
+    top = StreamingTopK(2)
+    top.skip(3)
+    top.push(torch.tensor([[1.0, 5.0]]))
+    top.skip(2)
+    top.push(torch.tensor([[5.0, 5.0]]))
+    assert top.result()[0].tolist() == [[4, 7]]
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 7, 13])
@@ -116,13 +195,15 @@ def test_the_first_of_two_passes_gives_the_lse(block: int) -> None:
     assert torch.allclose(found.reshape(6, 16), seen.lse, rtol=1e-6, atol=1e-5)
 
 
-def test_two_passes_keep_what_one_keeps() -> None:
-    view = random_view(6, 400, 2, 2, 16)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("block", [64, 100, 2048])
+def test_two_passes_keep_what_one_keeps(seed: int, block: int) -> None:
+    view = random_view(seed, 400, 2, 2, 16)
     seen = view.observation
     assert seen is not None
     one = SnapKV(window=16).select(view, 64).indices
-    two = SnapKV(window=16).select(LayerView(view.keys, Observation(seen.queries, None, seen.scale), 128), 64).indices
-    assert torch.equal(one, two)
+    blind = LayerView(view.keys, Observation(seen.queries, None, seen.scale), block)
+    assert torch.equal(one, SnapKV(window=16).select(blind, 64).indices)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 50])
