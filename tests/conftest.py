@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,11 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def tiny_model() -> Callable[..., PreTrainedModel]:
-    """Makes a random float32 causal model whose attention is peaky enough for eviction to matter."""
+def tiny_model() -> Iterator[Callable[..., PreTrainedModel]]:
+    """Makes a random float32 causal model whose attention is peaky enough for eviction to matter.
+
+    One thread while it is in use: threads that wait for each other make matrices this small up to ten times slower.
+    """
 
     def make(model_type: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
         torch.manual_seed(seed)
@@ -42,7 +45,10 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return model.eval().requires_grad_(False)
 
-    return make
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield make
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

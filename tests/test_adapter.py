@@ -111,11 +111,14 @@ def test_two_adapters_do_not_disturb_each_other(tiny_model: Callable[..., Any], 
 def test_registry_entries_go_with_the_adapter(tiny_model: Callable[..., Any]) -> None:
     gc.collect()  # adapters of other tests that wait in reference cycles
     before = set(AttentionInterface._global_mapping)
-    adapter = ModelAdapter(tiny_model())
+    model = tiny_model()
+    found = model.config._attn_implementation
+    adapter = ModelAdapter(model)
     assert len(set(AttentionInterface._global_mapping) - before) == 1
     del adapter
     gc.collect()
     assert set(AttentionInterface._global_mapping) == before
+    assert model.config._attn_implementation == found
 
 
 def test_another_mask_is_refused_not_ignored(tiny_model: Callable[..., Any], ids: list[int]) -> None:

@@ -1,151 +1,199 @@
-"""Profiles, settings, units, methods: what is accepted, and that the rest is refused by name."""
+"""Device profiles: the shipped ones load, and a wrong one says which key, which value and what is allowed."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tidekv_cli.device import detect_device
-from tidekv_cli.errors import DeviceError, UsageError
-from tidekv_cli.methods import METHODS, SELECTORS, choose
-from tidekv_cli.profile import find_profile, list_profiles, load_profile
-from tidekv_cli.request import RunRequest, choose_settings
-from tidekv_cli.settings import load_settings
-from tidekv_cli.units import format_bytes, parse_bytes
+from tidekv_cli.errors import UsageError
+from tidekv_cli.profile import ATTENTION, DTYPES, KINDS, Profile, find_profile, list_profiles, load_profile
+from tidekv_cli.profile import profile_directories as directories
+
+VALUES: dict[str, Any] = {
+    "name": "mine",
+    "description": "for a test",
+    "kind": "cpu",
+    "chunk_size": 64,
+    "score_block": 128,
+    "budget": 256,
+    "attention": ["eager"],
+    "dtype": "bfloat16",
+    "max_new_tokens": 8,
+    "reserve": {"process": "1GiB", "other": 1000},
+    "sources": {"budget": "made up"},
+}
+NUMBERS = ("chunk_size", "score_block", "budget", "max_new_tokens")
 
 
-def shipped(name: str = "cpu") -> dict[str, Any]:
-    return yaml.safe_load(find_profile(name, {}).path.read_text(encoding="utf-8"))
+def write_profile(path: Path, **changes: Any) -> Path:
+    """A profile file of `VALUES` with `changes`; None removes a key."""
+    values = {key: value for key, value in {**VALUES, **changes}.items() if value is not None}
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
 
 
-def test_shipped_profiles() -> None:
-    assert {"cpu", "generic-cuda"} <= set(list_profiles({}))
-    for profile in list_profiles({}).values():
-        assert profile.path.stem == profile.name
-        stated = set(profile.sources)
-        assert {"chunk_size", "budget", "dtype", *(f"reserve.{key}" for key in profile.reserve)} <= stated
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"chunk_size": 0}, "chunk_size"),
-        ({"chunk_size": "many"}, "chunk_size"),
-        ({"budget": True}, "budget"),
-        ({"dtype": "int4"}, "int4"),
-        ({"attention": ["magic"]}, "magic"),
-        ({"kind": "abacus"}, "abacus"),
-        ({"reserve": {"process": "lots"}}, "process"),
-        ({"colour": "red"}, "colour"),
-    ],
-)
-def test_bad_profiles(tmp_path: Path, change: dict[str, Any], word: str) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(yaml.safe_dump(shipped() | change), encoding="utf-8")
-    with pytest.raises(UsageError, match=word) as caught:
+def assert_refused(path: Path, *words: str) -> UsageError:
+    with pytest.raises(UsageError) as caught:
         load_profile(path)
-    assert "bad.yaml" in caught.value.message
+    for word in (str(path), *words):
+        assert word in caught.value.message
+    assert caught.value.hint
+    return caught.value
 
 
-@pytest.mark.parametrize("text", ["a: b: c", "- 1", "", "name: x"])
-def test_files_that_are_no_profile(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(UsageError, match=r"bad\.yaml"):
-        load_profile(path)
+def test_the_shipped_profiles() -> None:
+    profiles = list_profiles({})
+    assert set(profiles) == {"cpu", "generic-cuda"}
+    for name, profile in profiles.items():
+        assert profile.name == profile.path.stem == name
+        assert profile.kind in KINDS and profile.dtype in DTYPES and set(profile.attention) <= set(ATTENTION)
+        assert profile.reserve and all(amount > 0 for amount in profile.reserve.values())
+        known = {*VALUES, *(f"reserve.{key}" for key in profile.reserve)}
+        assert set(profile.sources) <= known, "a source for a key that is not there"
+        for key in ("chunk_size", "budget", "dtype", *(f"reserve.{key}" for key in profile.reserve)):
+            assert profile.sources[key]
+    assert profiles["cpu"].kind == "cpu" and "flash-attn" not in profiles["cpu"].attention
+    assert profiles["generic-cuda"].kind == "cuda"
 
 
-def test_own_profiles_hide_shipped_ones(tmp_path: Path) -> None:
-    (tmp_path / "cpu.yaml").write_text(yaml.safe_dump(shipped() | {"chunk_size": 77}), encoding="utf-8")
-    environ = {"TIDEKV_PROFILE_DIR": str(tmp_path)}
-    assert find_profile("cpu", environ).chunk_size == 77
-    assert "generic-cuda" in list_profiles(environ)
-    assert find_profile(str(tmp_path / "cpu.yaml"), {}).chunk_size == 77
-    with pytest.raises(UsageError, match="does not exist"):
-        list_profiles({"TIDEKV_PROFILE_DIR": str(tmp_path / "no")})
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("6GiB", 6 << 30), ("6G", 6 << 30), ("500MB", 500_000_000), ("1.5k", 1536), ("12", 12), (" 2 MiB ", 2 << 20)],
-)
-def test_bytes(text: str, count: int) -> None:
-    assert parse_bytes(text, "x") == count
-    for bad in ("", "GiB", "-1G", "1X", "1e9", "nan"):
-        with pytest.raises(UsageError, match="--memory"):
-            parse_bytes(bad, "--memory")
-    assert (format_bytes(None), format_bytes(1 << 20), format_bytes(3 << 29)) == ("unknown", "1.0 MiB", "1.500 GiB")
-
-
-def test_selector_metadata_equals_the_classes() -> None:
-    for info in SELECTORS.values():
-        module, _, name = info.target.partition(":")
-        fields = dataclasses.fields(getattr(importlib.import_module(module), name))
-        assert [p.name for p in info.parameters] == [f.name for f in fields]
-        built = info.build({})
-        assert all(getattr(built, p.name) == p.default for p in info.parameters)
-    snapkv = SELECTORS["snapkv"]
-    assert all(
-        f.default == p.default for f, p in zip(dataclasses.fields(snapkv.build({})), snapkv.parameters, strict=True)
+def test_values_of_a_file(tmp_path: Path) -> None:
+    path = write_profile(tmp_path / "mine.yaml")
+    assert load_profile(path) == Profile(
+        name="mine",
+        description="for a test",
+        kind="cpu",
+        chunk_size=64,
+        score_block=128,
+        budget=256,
+        attention=("eager",),
+        dtype="bfloat16",
+        max_new_tokens=8,
+        reserve={"process": 1 << 30, "other": 1000},
+        sources={"budget": "made up"},
+        path=path,
     )
 
 
-def test_axes_over_a_method() -> None:
-    assert choose("tidekv-snapkv", "oneshot", None, None, None) is METHODS["snapkv"]
-    assert choose("full", None, None, None, None) is METHODS["full"]
-    unnamed = choose("snapkv", None, "recent", None, None)
-    assert (unnamed.schedule, unnamed.selector) == ("oneshot", "recent") and unnamed.name not in METHODS
+@pytest.mark.parametrize("key", VALUES)
+def test_a_missing_key(tmp_path: Path, key: str) -> None:
+    error = assert_refused(write_profile(tmp_path / "bad.yaml", **{key: None}), f"lacks the key '{key}'")
+    assert key in error.hint
 
 
-def test_flag_over_config_over_profile() -> None:
-    profile = find_profile("cpu", {})
-    assert choose_settings(RunRequest(), {}, profile).chunk_size == profile.chunk_size
-    assert choose_settings(RunRequest(), {"chunk_size": 99}, profile).chunk_size == 99
-    assert choose_settings(RunRequest(chunk_size=50), {"chunk_size": 99}, profile).chunk_size == 50
-    assert choose_settings(RunRequest(budget="auto"), {"budget": 99}, profile).budget == "auto"
-    assert choose_settings(RunRequest(selector="all"), {}, profile).budget is None
+@pytest.mark.parametrize("key", ["chunk-size", "Budget", "extra"])
+def test_an_unknown_key(tmp_path: Path, key: str) -> None:
+    error = assert_refused(write_profile(tmp_path / "bad.yaml", **{key: 1}), f"unknown key '{key}'")
+    assert "chunk_size" in error.hint
 
 
-def test_environment_over_config(tmp_path: Path) -> None:
-    (tmp_path / "tidekv").mkdir()
-    (tmp_path / "tidekv/config.yaml").write_text("model: from-file\nbudget: full\n", encoding="utf-8")
-    environ = {"XDG_CONFIG_HOME": str(tmp_path)}
-    assert load_settings(environ) == {"model": "from-file", "budget": "full"}
-    assert load_settings(environ | {"TIDEKV_MODEL": "from-env"})["model"] == "from-env"
-    assert load_settings({"XDG_CONFIG_HOME": str(tmp_path / "no")}) == {}
+def test_a_key_that_is_no_text(tmp_path: Path) -> None:
+    path = write_profile(tmp_path / "bad.yaml")
+    path.write_text(path.read_text(encoding="utf-8") + "7: seven\n", encoding="utf-8")
+    assert_refused(path, "unknown key '7'")
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_least_limit_of_nested_control_groups_counts(tmp_path: Path, version: int) -> None:
-    base = tmp_path / ("sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/memory")
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    inner = base / "outer/inner"
-    inner.mkdir(parents=True)
-    for place, limit, used in (
-        (inner, "max" if version == 2 else 1 << 62, 10),
-        (inner.parent, 1000, 400),
-        (base, 5000, 0),
-    ):
-        (place / names[0]).write_text(f"{limit}\n", encoding="ascii")
-        (place / names[1]).write_text(f"{used}\n", encoding="ascii")
-    (tmp_path / "proc/self").mkdir(parents=True)
-    line = "0::/outer/inner\n" if version == 2 else "3:cpu,memory:/outer/inner\n"
-    (tmp_path / "proc/self/cgroup").write_text(line, encoding="ascii")
-    device = detect_device("auto", tmp_path)
-    assert (device.total_bytes, device.free_bytes) == (1000, 600)
-    assert "cgroup" in device.sources["total"] and "cgroup" in device.sources["free"]
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in NUMBERS for value in ("many", 1.5, [1], True, False)),
+        *((key, 7) for key in ("name", "description", "kind", "dtype")),
+        ("dtype", True),
+        ("attention", "sdpa"),
+        ("attention", {"sdpa": 1}),
+        ("reserve", "1GiB"),
+        ("reserve", ["1GiB"]),
+        ("sources", "the paper"),
+    ],
+)
+def test_a_value_of_the_wrong_type(tmp_path: Path, key: str, value: object) -> None:
+    error = assert_refused(write_profile(tmp_path / "bad.yaml", **{key: value}), f"{key}: {value!r}")
+    assert "type" in error.hint
 
 
-def test_devices_that_cannot_be_used(tmp_path: Path) -> None:
-    bare = detect_device("cpu", tmp_path)
-    assert bare.kind == "cpu" and bare.name == "CPU" and bare.free_bytes
-    with pytest.raises(DeviceError):
-        detect_device("cuda:1")
-    for nonsense in ("tpu", "cuda:x", ""):
-        with pytest.raises(UsageError):
-            detect_device(nonsense)
+@pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_number_below_one(tmp_path: Path, key: str, value: int) -> None:
+    error = assert_refused(write_profile(tmp_path / "bad.yaml", **{key: value}), f"{key}: {value}")
+    assert "at least 1" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("kind", "gpu", KINDS),
+        ("dtype", "int8", DTYPES),
+        ("attention", ["sdpa", "magic"], ATTENTION),
+        ("attention", [1], ATTENTION),
+        ("attention", [None], ATTENTION),
+    ],
+)
+def test_a_bad_choice(tmp_path: Path, key: str, value: Any, allowed: tuple[str, ...]) -> None:
+    error = assert_refused(write_profile(tmp_path / "bad.yaml", **{key: value}), key)
+    assert all(name in error.hint for name in allowed)
+
+
+@pytest.mark.parametrize("amount", ["much", -1, True, [1], None, "1 parsec"])
+def test_a_bad_reserve(tmp_path: Path, amount: object) -> None:
+    assert_refused(write_profile(tmp_path / "bad.yaml", reserve={"process": amount}), "reserve.process")
+
+
+@pytest.mark.parametrize(
+    "content", [b"a: [1", b"a: b: c", b"\t- x", b"a: \xff\xfe", b"\x00", b"!!python/object:os.x {}"]
+)
+def test_no_yaml(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content)
+    assert_refused(path, "no valid YAML")
+
+
+@pytest.mark.parametrize("content", ["", "just text", "- a\n- b\n", "5", "null"])
+def test_no_mapping(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(content, encoding="utf-8")
+    assert_refused(path, "no mapping")
+
+
+def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "directory.yaml").mkdir()
+    assert_refused(tmp_path / "missing.yaml", "No such file")
+    assert_refused(tmp_path / "directory.yaml", "directory")
+
+
+def test_the_users_own_directory_comes_first(tmp_path: Path) -> None:
+    environ = {"TIDEKV_PROFILE_DIR": str(tmp_path)}
+    write_profile(tmp_path / "any.yaml", name="cpu")
+    write_profile(tmp_path / "other.yaml", name="mine")
+    assert directories(environ)[0] == tmp_path and directories({}) == directories(environ)[1:]
+    assert set(list_profiles(environ)) == {"cpu", "generic-cuda", "mine"}
+    assert find_profile("cpu", environ).path == tmp_path / "any.yaml"
+    assert find_profile("generic-cuda", environ) == find_profile("generic-cuda", {})
+    assert find_profile("cpu", {}).description != "for a test"
+
+
+def test_a_users_directory_that_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist") as caught:
+        list_profiles({"TIDEKV_PROFILE_DIR": str(tmp_path / "missing")})
+    assert str(tmp_path / "missing") in caught.value.message
+    write_profile(tmp_path / "bad.yaml", budget=0)
+    with pytest.raises(UsageError, match=r"bad\.yaml"):
+        list_profiles({"TIDEKV_PROFILE_DIR": str(tmp_path)})
+
+
+@pytest.mark.parametrize("name", ["mine.yaml", "mine.yml"])
+def test_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path = write_profile(tmp_path / name)
+    assert find_profile(str(path), {}).path == path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_profile(f"~/{name}", {}).path == path
+    monkeypatch.chdir(tmp_path)
+    assert find_profile(name, {}).name == "mine"
+
+
+@pytest.mark.parametrize("name", ["nonsense", "", "CPU", "cpu "])
+def test_an_unknown_name(name: str) -> None:
+    with pytest.raises(UsageError, match="no profile") as caught:
+        find_profile(name, {})
+    assert repr(name) in caught.value.message and "cpu, generic-cuda" in caught.value.hint

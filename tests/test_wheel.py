@@ -1,7 +1,8 @@
-"""A built wheel carries the profiles and works in an empty environment."""
+"""The wheel carries what the package needs, and the installed command works away from the sources."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import venv
@@ -10,26 +11,54 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+import tidekv_cli
 
-# What `tidekv profiles` imports; torch and the rest are not needed for it, which is part of the promise.
-LIGHT = ("typer", "rich", "pyyaml", "psutil")
+ROOT = Path(__file__).parent.parent
+# What `tidekv profiles` imports; the rest of the dependencies is large and needed only by `run`.
+NEEDED = ("typer", "rich", "pyyaml", "psutil")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from this source tree."""
+    place = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = place.glob("*.whl")
+    return built
 
 
 @pytest.mark.slow
-def test_profiles_reach_the_wheel(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {f"tidekv_cli/profiles/{path.name}" for path in (ROOT / "profiles").glob("*.yaml")} <= set(names)
-    assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
-    venv.create(tmp_path / "empty", with_pip=True)
-    pip = [str(tmp_path / "empty/bin/pip"), "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-deps", str(wheel)], check=True, capture_output=True)
-    subprocess.run([*pip, *LIGHT], check=True, capture_output=True)
-    for arguments, word in ((["profiles"], "generic-cuda"), (["profiles", "cpu"], "chunk_size"), (["--version"], "0.")):
-        done = subprocess.run(
-            [str(tmp_path / "empty/bin/tidekv"), *arguments], capture_output=True, text=True, cwd=tmp_path
-        )
-        assert done.returncode == 0 and word in done.stdout, done.stderr
+def test_what_is_inside(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    for profile in (ROOT / "profiles").glob("*.yaml"):
+        assert f"tidekv_cli/profiles/{profile.name}" in names
+    for module in (ROOT / "tidekv_cli").rglob("*.py"):
+        assert module.relative_to(ROOT).as_posix() in names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "examples/"))]
+    assert wheel.name.startswith(f"tidekv_cli-{tidekv_cli.__version__}-py3-none-any")
+
+
+@pytest.mark.slow
+def test_the_installed_command(wheel: Path, tmp_path: Path) -> None:
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=True)
+    python, command = str(home / "bin" / "python"), str(home / "bin" / "tidekv")
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    for arguments in (["--no-deps", str(wheel)], list(NEEDED)):
+        done = subprocess.run([*install, *arguments], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "TIDEKV_PROFILE_DIR")
+    environ = {key: value for key, value in os.environ.items() if key not in hidden}
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run([command, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environ)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        return done.stdout
+
+    listed = run("profiles")
+    assert "cpu" in listed and "generic-cuda" in listed
+    assert str(home) in run("profiles", "cpu")  # not the source tree's
+    assert tidekv_cli.__version__ in run("--version")

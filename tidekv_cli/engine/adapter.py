@@ -100,7 +100,7 @@ class ModelAdapter:
         name = f"tidekv_{next(_names)}"
         AttentionInterface.register(name, _attention_of(weakref.ref(self)))
         AttentionMaskInterface.register(name, _causal_mask_only)
-        weakref.finalize(self, _unregister, name)
+        weakref.finalize(self, _unregister, name, weakref.ref(model), model.config._attn_implementation)
         model.set_attn_implementation(name)
 
     def _find_layers(self) -> nn.ModuleList:
@@ -207,6 +207,10 @@ def _attention_of(adapter: weakref.ref[ModelAdapter]) -> Callable[..., tuple[Ten
     return attention
 
 
-def _unregister(name: str) -> None:
+def _unregister(name: str, model: weakref.ref[PreTrainedModel], previous: str) -> None:
+    """Leave no entry behind, and the model with the attention that it came with."""
+    alive = model()
+    if alive is not None and alive.config._attn_implementation == name:
+        alive.set_attn_implementation(previous)
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(name, None)

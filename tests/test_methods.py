@@ -1,0 +1,142 @@
+"""Names and metadata agree with the classes they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+
+from tidekv_cli.errors import UsageError
+from tidekv_cli.methods import METHODS, POLICIES, SCHEDULES, SELECTORS, STORES, SelectorInfo, choose
+
+NONE = (None, None, None, None)
+
+
+def target_of(info: SelectorInfo) -> type[Any]:
+    module, _, name = info.target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("info", SELECTORS.values(), ids=SELECTORS)
+def test_parameters_are_the_fields_of_the_class(info: SelectorInfo) -> None:
+    fields = {field.name: field for field in dataclasses.fields(target_of(info))}
+    parameters = {parameter.name: parameter.default for parameter in info.parameters}
+    assert list(parameters) == list(fields)
+    for name, default in parameters.items():
+        assert type(default) is type(fields[name].default)
+    if info.name != "streaming":  # Recent under another name and with sinks
+        assert parameters == {name: field.default for name, field in fields.items()}
+    assert all(parameter.meaning for parameter in info.parameters) and info.source
+
+
+@pytest.mark.parametrize("info", SELECTORS.values(), ids=SELECTORS)
+def test_building_with_defaults(info: SelectorInfo) -> None:
+    selector = info.build({})
+    assert type(selector) is target_of(info)
+    assert {parameter.name: getattr(selector, parameter.name) for parameter in info.parameters} == info.settings({})
+
+
+def test_streaming_keeps_four_sinks() -> None:
+    assert SELECTORS["streaming"].build({}).sinks == 4 and SELECTORS["recent"].build({}).sinks == 0
+
+
+def test_building_with_values() -> None:
+    selector = SELECTORS["snapkv"].build({"window": "16", "pool": "avg", "pool_kernel": 5, "sinks": "2"})
+    assert (selector.window, selector.pool, selector.pool_kernel, selector.sinks) == (16, "avg", 5, 2)
+
+
+@pytest.mark.parametrize(
+    "values", [{"window": "0"}, {"sinks": "-1"}, {"pool": "median"}, {"pool_kernel": "4"}, {"pool_kernel": "0"}]
+)
+def test_the_class_refuses_impossible_values(values: dict[str, str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        SELECTORS["snapkv"].build(values)
+    ((name, value),) = values.items()
+    assert f"{name}={value}" in caught.value.message
+
+
+def test_settings_are_numbers_where_the_default_is_one() -> None:
+    settings = SELECTORS["snapkv"].settings({"window": " 64 ", "pool": 7})
+    assert settings == {"window": 64, "pool": "7", "pool_kernel": 7, "sinks": 0}
+    assert SELECTORS["all"].settings({}) == {}
+
+
+@pytest.mark.parametrize("value", ["many", "1.5", "", "0x10", "1e2"])
+def test_settings_that_are_no_numbers(value: str) -> None:
+    with pytest.raises(UsageError, match="no whole number") as caught:
+        SELECTORS["snapkv"].settings({"window": value})
+    assert f"window={value}" in caught.value.message and "snapkv" in caught.value.message and caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("selector", "key", "known"), [("snapkv", "windows", "window"), ("recent", "window", "sinks"), ("all", "x", "none")]
+)
+def test_unknown_parameters(selector: str, key: str, known: str) -> None:
+    with pytest.raises(UsageError, match="no parameter") as caught:
+        SELECTORS[selector].settings({key: "1"})
+    assert repr(key) in caught.value.message and selector in caught.value.message and known in caught.value.hint
+
+
+def test_every_method_is_a_point_on_known_axes() -> None:
+    points = [(m.schedule, m.selector, m.budget_policy, m.kv_store) for m in METHODS.values()]
+    assert len(set(points)) == len(points)
+    for name, method in METHODS.items():
+        assert method.name == name and method.purpose
+        assert method.schedule in SCHEDULES and method.selector in SELECTORS
+        assert method.budget_policy in POLICIES and method.kv_store in STORES
+        assert name.startswith("tidekv-") == (method.schedule == "tide")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_by_its_name(name: str) -> None:
+    assert choose(name, *NONE) == METHODS[name]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_with_its_own_axes_spelled_out(name: str) -> None:
+    m = METHODS[name]
+    assert choose(name, m.schedule, m.selector, m.budget_policy, m.kv_store) == m
+
+
+def test_single_axes_that_make_another_named_method() -> None:
+    assert choose("tidekv-snapkv", "oneshot", None, None, None) == METHODS["snapkv"]
+    assert choose("full", "tide", None, None, None) == METHODS["tidekv-full"]
+    assert choose("snapkv", "tide", "recent", "uniform", "dense") == METHODS["tidekv-recent"]
+
+
+def test_a_point_without_a_name() -> None:
+    method = choose("snapkv", None, "recent", None, None)
+    assert (method.schedule, method.selector, method.budget_policy, method.kv_store) == (
+        "oneshot",
+        "recent",
+        "uniform",
+        "dense",
+    )
+    assert method.name == "oneshot × recent × uniform × dense" and method.name not in METHODS
+    assert choose("full", None, "recent", None, None) == method
+
+
+@pytest.mark.parametrize("name", ["nonsense", "", "SnapKV", "tide"])
+def test_unknown_methods(name: str) -> None:
+    with pytest.raises(UsageError, match="no method") as caught:
+        choose(name, *NONE)
+    assert repr(name) in caught.value.message and "tidekv-snapkv" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("position", "flag", "known"),
+    [
+        (0, "--schedule", "tide"),
+        (1, "--selector", "snapkv"),
+        (2, "--budget-policy", "uniform"),
+        (3, "--kv-store", "dense"),
+    ],
+)
+def test_unknown_axes(position: int, flag: str, known: str) -> None:
+    axes = [None, None, None, None]
+    axes[position] = "nonsense"
+    with pytest.raises(UsageError, match="nonsense") as caught:
+        choose("snapkv", *axes)
+    assert flag in caught.value.message and known in caught.value.hint
