@@ -82,7 +82,8 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     pre = file.metadata.get("tokenizer.ggml.pre", "default")
     merges = [tuple(merge.split(" ")) for merge in file.metadata["tokenizer.ggml.merges"]]
     vocab = {token: index for index, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    whole_words = _SPLIT_OF.get(pre) == "llama3" and pre != "smaug-bpe"  # a word that is a token is not merged
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole_words))
     if pre in _SPLIT_OF:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [

@@ -119,7 +119,7 @@ def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
             intermediate_size=int(config["intermediate_size"]),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
+            head_dim=int(config.get("head_dim") or (128 if architecture in _HEAD_NORM else hidden // heads)),
             vocab_size=int(config["vocab_size"]),
             context_window=_window(config.get("max_position_embeddings")),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -160,7 +160,9 @@ def _uses_sliding_window(config: Mapping[str, Any]) -> bool:
     if layer_types:
         return any(kind != "full_attention" for kind in layer_types)
     switched_off = config.get("use_sliding_window") is False
-    return config.get("sliding_window") is not None and not switched_off
+    # Mistral's config class has a window of 4096 where the file states none.
+    default = 4096 if (config.get("architectures") or [""])[0] == "MistralForCausalLM" else None
+    return config.get("sliding_window", default) is not None and not switched_off
 
 
 def config_from_gguf(file: GgufFile) -> dict[str, Any]:
