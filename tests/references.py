@@ -115,6 +115,22 @@ def plain_logits(model: Any, ids: Sequence[int]) -> Tensor:
 
 
 @torch.no_grad()
+def plain_scores(model: Any, ids: Sequence[int], window: int, kernel: int, pooling: str) -> list[Tensor]:
+    """Pooled scores [Hkv, S - window] of every layer from the plain model's own attention weights."""
+    own = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        weights = model(input_ids=torch.tensor([list(ids)]), output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(own)
+    heads, prefix = model.config.num_key_value_heads, len(ids) - window
+    raw = [w[0, :, -window:, :prefix].reshape(heads, -1, prefix).mean(1) for w in weights]
+    if pooling == "avg":
+        return [F.avg_pool1d(r, kernel, stride=1, padding=kernel // 2, count_include_pad=True) for r in raw]
+    return [F.max_pool1d(r, kernel, stride=1, padding=kernel // 2) for r in raw]
+
+
+@torch.no_grad()
 def plain_greedy(model: Any, ids: Sequence[int], count: int) -> list[int]:
     """Greedy tokens of the plain model, with its own growing cache."""
     own = model.config._attn_implementation

@@ -125,3 +125,16 @@ def test_another_mask_is_refused_not_ignored(tiny_model: Callable[..., Any], ids
     session = Session(tiny_model("mistral", sliding_window=16), frozenset())
     with pytest.raises(ModelError, match="mask"):
         session.prefill(ids, PrefillSettings("tide", KeepAll(), Uniform(LENGTH), FlashCPU(), 32, 64, 0))
+
+
+@pytest.mark.parametrize("first_to_go", [0, 1])
+def test_adapters_on_one_model_leave_it_as_it_came(tiny_model: Callable[..., Any], first_to_go: int) -> None:
+    model, before = tiny_model(), set(AttentionInterface._global_mapping)
+    found = model.config._attn_implementation
+    adapters = [ModelAdapter(model), ModelAdapter(model)]
+    for _ in range(2):
+        adapters.pop(first_to_go if len(adapters) == 2 else 0)
+        gc.collect()
+    assert model.config._attn_implementation == found
+    assert set(AttentionInterface._global_mapping) == before
+    model(torch.tensor([[1, 2, 3]]))

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.references import Recorder, heads_that_differ, plain_logits, plain_steps_with_kept_rows
+from tests.references import (
+    Recorder,
+    dense_scores,
+    heads_that_differ,
+    plain_logits,
+    plain_scores,
+    plain_steps_with_kept_rows,
+)
 from tidekv_cli.engine.attention import FlashCPU
 from tidekv_cli.engine.budgets import Uniform
 from tidekv_cli.engine.meter import LiveMeter, storage_bytes
@@ -95,6 +102,26 @@ def test_short_prompts(tiny_model: Callable[..., Any], selector: Any, schedule: 
             logits = plain_logits(model, ids)
             assert ((prompt.logits - logits).abs().max() / logits.abs().max()).item() <= 1e-5
             assert len(list(session.generate(prompt, SamplingSettings(), 2))) == 2
+
+
+@pytest.mark.parametrize(("schedule", "chunk"), [("tide", 5), ("tide", 64), ("tide", 300), ("oneshot", 64)])
+@pytest.mark.parametrize(("pooling", "kernel"), [("max", 7), ("avg", 5)])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_what_is_kept_is_what_the_plain_model_attends_to(
+    tiny_model: Callable[..., Any], model_type: str, pooling: Any, kernel: int, chunk: int, schedule: str
+) -> None:
+    model, ids, window = tiny_model(model_type), random_ids(300), 8
+    exact = plain_scores(model, ids, window, kernel, pooling)
+    recorder = Recorder(SnapKV(window=window, pool=pooling, pool_kernel=kernel))
+    prompt, _ = Session(model, frozenset()).prefill(ids, settings(recorder, 60, chunk, schedule))
+    for scores, view, kept in zip(exact, recorder.views, prompt.kept, strict=True):
+        assert view.observation is not None and view.observation.queries.shape == (4, window, 16)
+        prefix = len(ids) - window
+        noise = (dense_scores(view.keys, view.observation, prefix, kernel, pooling) - scores).abs().max()
+        assert noise <= 1e-5 * scores.max()
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, kept[:, :-window], True)
+        worst = scores.masked_fill(~chosen, float("inf")).amin(1)
+        assert (worst >= scores.masked_fill(chosen, 0.0).amax(1) - 2 * noise).all()
 
 
 def test_kept_sets_across_chunk_sizes_and_schedules(tiny_model: Callable[..., Any]) -> None:

@@ -23,6 +23,8 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from tidekv_cli.errors import ModelError
 
 _names = itertools.count()
+# By an adapter's name, the attention its model came with: a second adapter on one model must not restore the first's.
+_originals: dict[str, str] = {}
 
 
 class LayerCache(Protocol):
@@ -100,7 +102,9 @@ class ModelAdapter:
         name = f"tidekv_{next(_names)}"
         AttentionInterface.register(name, _attention_of(weakref.ref(self)))
         AttentionMaskInterface.register(name, _causal_mask_only)
-        weakref.finalize(self, _unregister, name, weakref.ref(model), model.config._attn_implementation)
+        found = model.config._attn_implementation
+        _originals[name] = _originals.get(found, found)
+        weakref.finalize(self, _unregister, name, weakref.ref(model))
         model.set_attn_implementation(name)
 
     def _find_layers(self) -> nn.ModuleList:
@@ -207,10 +211,10 @@ def _attention_of(adapter: weakref.ref[ModelAdapter]) -> Callable[..., tuple[Ten
     return attention
 
 
-def _unregister(name: str, model: weakref.ref[PreTrainedModel], previous: str) -> None:
+def _unregister(name: str, model: weakref.ref[PreTrainedModel]) -> None:
     """Leave no entry behind, and the model with the attention that it came with."""
-    alive = model()
+    original, alive = _originals.pop(name), model()
     if alive is not None and alive.config._attn_implementation == name:
-        alive.set_attn_implementation(previous)
+        alive.set_attn_implementation(original)
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(name, None)
