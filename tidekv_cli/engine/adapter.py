@@ -127,11 +127,6 @@ class ModelAdapter:
         """Where the weights are."""
         return self.model.device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which type hidden states, keys and values are."""
-        return self.model.dtype
-
     def bind(self, targets: Sequence[LayerCache]) -> None:
         """Let layer i store into and attend over `targets[i]` from now on; `()` lets go of what was bound."""
         self._cache.targets = targets

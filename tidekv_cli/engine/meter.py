@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,10 +28,6 @@ class LiveMeter(TorchDispatchMode):
         """Count tensors that exist already, for example the weights."""
         for tensor in tensors:
             self._follow(tensor)
-
-    def reset_peak(self) -> None:
-        """Let the peak start again from what is live now."""
-        self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -68,8 +63,3 @@ def process_peak_bytes() -> int:
     """The most resident memory that this process has had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages under `tensors`."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
