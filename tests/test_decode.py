@@ -16,7 +16,7 @@ from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.selectors.snapkv import SnapKV
 from tidekv_cli.engine.session import Session
-from tidekv_cli.errors import UsageError
+from tidekv_cli.errors import ModelError, UsageError
 
 CPU = torch.device("cpu")
 
@@ -39,6 +39,14 @@ def test_top_p_keeps_the_smallest_set_with_that_mass() -> None:
     assert set(chosen(SamplingSettings(1.0, 1.0, 0), logits)) == {0, 1, 2, 3}
     share = chosen(SamplingSettings(1.0, 1.0, 1), logits, 4000).count(0) / 4000
     assert abs(share - 0.5) < 0.03
+
+
+@pytest.mark.parametrize("settings", [SamplingSettings(), SamplingSettings(0.7, 0.9, 0)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers(settings: SamplingSettings, bad: float) -> None:
+    with pytest.raises(ModelError, match="not finite"):
+        chosen(settings, torch.tensor([0.0, bad, 1.0]), 1)
+    assert set(chosen(settings, torch.tensor([0.0, float("-inf"), -float("inf")]), 5)) == {0}
 
 
 def test_seed_repeats() -> None:

@@ -76,6 +76,15 @@ def test_the_name(tmp_path: Path, content: str, name: str) -> None:
     assert detect_device("cpu", write(tmp_path, proc__cpuinfo=content)).name == name
 
 
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    root = group(tmp_path, "caf\udce9", 3 * MEGABYTE, MEGABYTE)
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_bytes(b"0::/caf\xe9\n")
+    (root / "proc/cpuinfo").write_bytes(b"model name : \xe9 chip\n")
+    assert memory_of(root) == (3 * MEGABYTE, 2 * MEGABYTE)
+    assert detect_device("cpu", root).name == "\ufffd chip"
+
+
 def test_version_2(tmp_path: Path) -> None:
     root = group(write(tmp_path, proc__self__cgroup="0::/box"), "box", 4000 * MEGABYTE, 1000 * MEGABYTE)
     device = detect_device("cpu", root)
@@ -205,7 +214,22 @@ def test_cuda_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "gpu", "CPU", "cpu:0", "cuda:x", "cuda:-1", "cuda:0:1", "cuda0", "cuda:²", "mps", " cpu"]
+    "name",
+    [
+        "",
+        "gpu",
+        "CPU",
+        "cpu:0",
+        "cuda:x",
+        "cuda:-1",
+        "cuda:0:1",
+        "cuda0",
+        "cuda:²",
+        "cuda:",
+        "cuda:9999",
+        "mps",
+        " cpu",
+    ],
 )
 def test_nonsense_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="not known") as caught:

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
 
 from tests.builders import packed_as, write_gguf
 from tidekv_cli.errors import ModelError
-from tidekv_cli.gguf_file import read_gguf
+from tidekv_cli.gguf_file import GgufFile, read_gguf
 
 KIND = GGMLQuantizationType
 METADATA: dict[str, Any] = {
@@ -203,6 +203,32 @@ def test_impossible_alignment(tmp_path: Path, value: int) -> None:
     path = tmp_path / "alignment.gguf"
     path.write_bytes(header(text(b"general.alignment") + struct.pack("<Ii", 5, value), keys=1))
     assert_damaged(path, "alignment", str(value))
+
+
+def test_alignment_that_is_no_number(tmp_path: Path) -> None:
+    path = tmp_path / "alignment.gguf"
+    path.write_bytes(header(text(b"general.alignment") + struct.pack("<IIQI", 9, 4, 1, 32), keys=1))
+    assert_damaged(path, "alignment", "[32]")
+
+
+def test_arrays_nested_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "nested.gguf"
+    path.write_bytes(header(text(b"k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 3000, keys=1))
+    assert_damaged(path, "malformed")
+
+
+def test_values_of_a_type(sample: Path) -> None:
+    file = GgufFile(sample, {"i": 3, "f": 0.5, "b": True, "s": "x", "l": [1, 2]}, {})
+    assert file.value("i", int) == 3 and file.value("f", float) == 0.5 and file.value("b", bool) is True
+    assert file.value("i", float) == 3.0 and file.values("l", int) == [1, 2]
+    assert (
+        file.value("none", int, 7) == 7 and file.value("none", int, None) is None and file.values("none", int, []) == []
+    )
+    for key, kind in (("b", int), ("b", float), ("f", int), ("s", list), ("l", str), ("i", bool), ("none", int)):
+        with pytest.raises(ModelError, match=str(sample)):
+            file.value(key, kind)
+    with pytest.raises(ModelError, match="no str"):
+        file.values("l", str)
 
 
 @pytest.mark.parametrize("version", [0, 1, 4, 3 << 24])

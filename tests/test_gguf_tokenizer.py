@@ -222,8 +222,8 @@ def test_sentencepiece_control_tokens_can_stay_text() -> None:
     assert 2 not in ids and tokenizer.decode(ids) == "the</s>"
 
 
-@pytest.mark.parametrize("kind", ["bert", "t5", "rwkv", "no_vocab", "", None])
-def test_unknown_kinds(kind: str | None) -> None:
+@pytest.mark.parametrize("kind", ["bert", "t5", "rwkv", "no_vocab", ""])
+def test_unknown_kinds(kind: str) -> None:
     with pytest.raises(ModelError, match=r"not supported") as caught:
         built(ggml__model=kind)
     assert repr(kind) in caught.value.message and "some/model.gguf" in caught.value.message
@@ -258,5 +258,63 @@ def test_incomplete_byte_level(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("changes", [{"scores": None}, {"scores": [0.0]}, {"tokens": None}, {"unknown_token_id": 9999}])
 def test_incomplete_sentencepiece(changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"some/model\.gguf"):
+        sentencepiece(**changes)
+
+
+@pytest.mark.parametrize("pre", ["llama3", "llama-v3", "llama-bpe"])
+def test_llama3_vocabularies_begin_with_bos(pre: str) -> None:
+    bos = byte_level_parts()[0].index("<|endoftext|>")
+    assert built(ggml__pre=pre)("the")["input_ids"][0] == bos
+    assert built(ggml__pre=pre, ggml__add_bos_token=False)("the")["input_ids"][0] != bos
+    assert built(ggml__pre=pre)("the", add_special_tokens=False)["input_ids"][0] != bos
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "smaug-bpe"])
+def test_other_byte_level_vocabularies_do_not(pre: str) -> None:
+    bos = byte_level_parts()[0].index("<|endoftext|>")
+    assert bos not in built(ggml__pre=pre)("the")["input_ids"]
+    assert built(ggml__pre=pre, ggml__add_bos_token=True)("the")["input_ids"][0] == bos
+
+
+@pytest.mark.parametrize(("pre", "merged"), [("llama-bpe", False), ("smaug-bpe", True), ("qwen2", True)])
+def test_a_word_that_is_a_token_is_not_merged_by_llama3(pre: str, merged: bool) -> None:
+    tokens, merges, _ = byte_level_parts()
+    tokens = [*tokens, "ouan"]  # a token that no merge makes: "o u" comes after "a n", and nothing joins the two
+    ids = built(ggml__pre=pre, ggml__tokens=tokens, ggml__merges=merges)("ouan", add_special_tokens=False)["input_ids"]
+    assert (ids == [len(tokens) - 1]) is not merged
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"ggml__model": None}, "lacks tokenizer.ggml.model"),
+        ({"ggml__model": 5}, "no str"),
+        ({"ggml__tokens": "abc"}, "no list"),
+        ({"ggml__tokens": ["a", 5]}, "no str"),
+        ({"ggml__tokens": None}, "lacks tokenizer.ggml.tokens"),
+        ({"ggml__token_type": ["x"]}, "no int"),
+        ({"ggml__merges": None}, "lacks tokenizer.ggml.merges"),
+        ({"ggml__merges": ["qq zz"]}, "damaged"),
+        ({"ggml__merges": [5]}, "no str"),
+        ({"ggml__merges": ["the"]}, "damaged"),
+        ({"ggml__pre": 7}, "no str"),
+        ({"ggml__bos_token_id": "x"}, "no int"),
+        ({"ggml__bos_token_id": 100_000}, "100000"),
+        ({"ggml__eos_token_id": -1}, "-1"),
+        ({"ggml__add_bos_token": "yes"}, "no bool"),
+        ({"chat_template": 5}, "no str"),
+    ],
+)
+def test_damaged_metadata(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(ModelError, match=word) as caught:
+        built(**changes)
+    assert "some/model.gguf" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "changes", [{"scores": [1.0]}, {"scores": ["x"]}, {"tokens": [], "scores": []}, {"add_space_prefix": "no"}]
+)
+def test_damaged_sentencepiece_metadata(changes: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"some/model\.gguf"):
         sentencepiece(**changes)

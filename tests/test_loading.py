@@ -127,6 +127,27 @@ def test_no_generation_config(directory: Path) -> None:
     assert load(directory).end_token_ids == {2}
 
 
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "[" * 100_000, '{"eos_token_id": [[1]]}', '{"eos_token_id": "x"}', '{"eos_token_id": [1.5]}']
+)
+def test_a_damaged_generation_config(directory: Path, content: str) -> None:
+    (directory / "generation_config.json").write_text(content, encoding="utf-8")
+    assert_refused(directory)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.6, "top_p": 0.9, "do_sample": True}, {"top_p": 7, "junk": []}])
+def test_other_keys_of_a_generation_config(directory: Path, sampling: dict[str, Any]) -> None:
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 9, **sampling}), encoding="utf-8")
+    assert load(directory).end_token_ids == {2, 9}
+
+
+def test_weights_with_more_layers_than_the_config(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    fewer = {**config, "num_hidden_layers": 1, "layer_types": None}
+    (directory / "config.json").write_text(json.dumps(fewer), encoding="utf-8")
+    assert_refused(directory, "layers.1.")
+
+
 def test_truncated_safetensors(directory: Path) -> None:
     file = directory / "model.safetensors"
     blob = file.read_bytes()
@@ -175,7 +196,7 @@ def test_no_weights_at_all(directory: Path) -> None:
         ({"hidden_act": "nonsense"}, "nonsense"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         ({"model_type": "nonsense"}, "nonsense"),
-        ({"model_type": None}, "cannot be loaded"),
+        ({"model_type": None}, "model_type"),
     ],
 )
 def test_weights_of_another_config(directory: Path, changes: dict[str, Any], word: str) -> None:
@@ -250,7 +271,7 @@ def test_quantised_gguf_equals_the_dequantised_tensors(
 def test_unpacking_in_pieces(tmp_path: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_llama_gguf(tmp_path / "model.gguf", llama, KIND.Q4_1)
     whole = {name: weight.clone() for name, weight in load(path).model.named_parameters()}
-    monkeypatch.setattr("tidekv_cli.loading._BLOCKS_AT_A_TIME", 7)
+    monkeypatch.setattr("tidekv_cli.gguf_weights._BLOCKS_AT_A_TIME", 7)
     assert_same_weights(load(path).model, whole, torch.float32)
 
 
@@ -331,8 +352,8 @@ def test_gguf_lacks_a_tensor(tmp_path: Path, llama: PreTrainedModel, lost: str) 
 
 
 def test_gguf_with_more_or_fewer_layers_than_it_says(tmp_path: Path, llama: PreTrainedModel) -> None:
-    assert_refused(write_llama_gguf(tmp_path / "fewer.gguf", llama, changes={"llama.block_count": 3}), "layers.2.")
-    assert_refused(write_llama_gguf(tmp_path / "more.gguf", llama, changes={"llama.block_count": 1}), "layers.1.")
+    assert_refused(write_llama_gguf(tmp_path / "fewer.gguf", llama, changes={"llama.block_count": 3}), "block_count 3")
+    assert_refused(write_llama_gguf(tmp_path / "more.gguf", llama, changes={"llama.block_count": 1}), "block_count 1")
 
 
 def test_gguf_with_an_unknown_tensor(tmp_path: Path, llama: PreTrainedModel) -> None:
@@ -340,12 +361,32 @@ def test_gguf_with_an_unknown_tensor(tmp_path: Path, llama: PreTrainedModel) -> 
     assert_refused(write_gguf(tmp_path / "model.gguf", llama_metadata(llama.config), tensors), "attn_extra")
 
 
-@pytest.mark.parametrize("name", ["blk.0.attn_v.weight", "output_norm.weight", "blk.1.ffn_down.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blk.0.attn_v.weight",
+        "blk.0.attn_q.weight",
+        "blk.1.attn_k.weight",
+        "output_norm.weight",
+        "blk.1.ffn_down.weight",
+    ],
+)
 def test_gguf_tensor_of_another_shape(tmp_path: Path, llama: PreTrainedModel, name: str) -> None:
     tensors = llama_tensors(llama)
     values, kind = tensors[name]
     tensors[name] = (np.ascontiguousarray(values[:-1]), kind)
     assert_refused(write_gguf(tmp_path / "model.gguf", llama_metadata(llama.config), tensors), "wrong shape")
+
+
+@pytest.mark.parametrize("factors", [np.ones(1), np.ones(7), np.ones((8, 1)), np.zeros(8)])
+def test_gguf_with_damaged_rope_factors(tmp_path: Path, llama: PreTrainedModel, factors: np.ndarray) -> None:
+    tensors = {**llama_tensors(llama), "rope_freqs.weight": (factors.astype(np.float32), KIND.F32)}
+    assert_refused(write_gguf(tmp_path / "model.gguf", llama_metadata(llama.config), tensors), "rope_freqs.weight")
+
+
+def test_gguf_tensor_name_without_a_dot(tmp_path: Path, llama: PreTrainedModel) -> None:
+    tensors = {**llama_tensors(llama), "nodot": (np.ones(4, np.float32), KIND.F32)}
+    assert_refused(write_gguf(tmp_path / "model.gguf", llama_metadata(llama.config), tensors), "nodot")
 
 
 def test_gguf_kind_that_cannot_be_unpacked(tmp_path: Path, llama: PreTrainedModel) -> None:

@@ -10,7 +10,7 @@ import pytest
 from gguf import GGUFValueType
 from transformers import PreTrainedModel
 
-from tests.builders import llama_metadata, tiny_causal_model, write_gguf, write_llama_gguf
+from tests.builders import llama_metadata, llama_tensors, tiny_causal_model, write_gguf, write_llama_gguf
 from tidekv_cli.errors import ModelError
 from tidekv_cli.loading import LoadedModel
 from tidekv_cli.model_spec import ModelSpec, inspect_model, spec_from_config
@@ -169,14 +169,64 @@ def test_shapes_that_are_no_numbers(llama: PreTrainedModel, key: str, value: obj
     [
         {"num_hidden_layers": 0},
         {"num_attention_heads": 0},
-        {"num_key_value_heads": 3},
-        {"num_key_value_heads": 8},
+        {"hidden_size": 0},
+        {"intermediate_size": -5},
+        {"num_key_value_heads": 0},
         {"head_dim": -16},
         {"vocab_size": 0},
     ],
 )
 def test_impossible_shapes(llama: PreTrainedModel, changes: dict[str, int]) -> None:
-    assert_refused(config_of(llama, **changes), "impossible")
+    assert_refused(config_of(llama, **changes), "at least 1", *changes)
+
+
+@pytest.mark.parametrize("kv_heads", [3, 8])
+def test_heads_that_do_not_divide(llama: PreTrainedModel, kv_heads: int) -> None:
+    assert_refused(config_of(llama, num_key_value_heads=kv_heads), "impossible", f"4/{kv_heads}")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": 5},
+        {"architectures": {"a": 1}},
+        {"architectures": [5]},
+        {"architectures": "LlamaForCausalLM"},
+        {"quantization_config": "gptq"},
+        {"quantization_config": [1]},
+        {"rope_parameters": [1]},
+        {"rope_parameters": {"rope_type": ["linear"]}},
+        {"rope_parameters": {"rope_theta": "x"}},
+        {"rope_parameters": {"rope_theta": 0.0}},
+        {"rope_theta": -1.0},
+        {"layer_types": 5},
+        {"layer_types": [5, 5]},
+        {"layer_types": ["full_attention"]},
+        {"rms_norm_eps": "small"},
+        {"rms_norm_eps": float("nan")},
+        {"rms_norm_eps": -1e-5},
+        {"max_position_embeddings": "many"},
+        {"max_position_embeddings": float("inf")},
+        {"tie_word_embeddings": "yes"},
+        {"attention_bias": 5},
+        {"model_type": "mistral"},
+        {"model_type": None},
+        {"model_type": ["llama"]},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+    ],
+)
+def test_values_of_the_wrong_type(llama: PreTrainedModel, changes: dict[str, Any]) -> None:
+    assert_refused(config_of(llama, **changes))
+
+
+def test_defaults_of_a_family() -> None:
+    qwen3 = config_of(tiny_causal_model("qwen3"))
+    del qwen3["head_dim"]
+    assert spec_from_config(qwen3, "here").head_dim == 128
+    mistral = config_of(tiny_causal_model("mistral"))
+    del mistral["sliding_window"]
+    assert_refused(mistral | {"layer_types": None}, "sliding")
 
 
 @pytest.mark.parametrize(
@@ -186,6 +236,7 @@ def test_impossible_shapes(llama: PreTrainedModel, changes: dict[str, int]) -> N
         ("", "no valid JSON"),
         ('{"architectures": ', "no valid JSON"),
         ("[]", "no JSON object"),
+        ("[" * 100_000, "no valid JSON"),
         ('"text"', "no JSON object"),
     ],
 )
@@ -231,11 +282,17 @@ def test_gguf_of_another_architecture(tmp_path: Path, architecture: str) -> None
         ({"llama.feed_forward_length": None}, "llama.feed_forward_length"),
         ({"llama.attention.head_count": None}, "llama.attention.head_count"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon"),
-        ({"llama.attention.head_count": 0}, "division"),
+        ({"llama.attention.head_count": 0}, "num_attention_heads: 0"),
         ({"llama.attention.head_count_kv": 3}, "4/3 heads"),
-        ({"llama.attention.head_count_kv": [2, 1]}, "usable value"),
-        ({"llama.attention.head_count": "four"}, "lacks"),
-        ({"llama.block_count": (-2, GGUFValueType.INT32)}, "-2 layers"),
+        ({"llama.attention.head_count_kv": [2, 1]}, "no int"),
+        ({"llama.attention.head_count": "four"}, "no int"),
+        ({"llama.attention.layer_norm_rms_epsilon": "x"}, "no float"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "rms_norm_eps"),
+        ({"llama.rope.freq_base": "x"}, "no float"),
+        ({"llama.rope.freq_base": -1.0}, "rope_theta"),
+        ({"llama.block_count": 4_000_000_000}, "4000000000"),
+        ({"tokenizer.ggml.eos_token_id": "x"}, "no int"),
+        ({"llama.block_count": (-2, GGUFValueType.INT32)}, "block_count -2"),
     ],
 )
 def test_gguf_headers_that_are_refused(
@@ -249,8 +306,12 @@ def test_gguf_headers_that_are_refused(
 
 def test_gguf_without_tensors(tmp_path: Path, llama: PreTrainedModel) -> None:
     path = write_gguf(tmp_path / "bare.gguf", llama_metadata(llama.config))
-    with pytest.raises(ModelError, match=r"token_embd\.weight"):
+    with pytest.raises(ModelError, match="tensors of 0 layers"):
         inspect_model(path)
+    tensors = llama_tensors(llama)
+    del tensors["token_embd.weight"]
+    with pytest.raises(ModelError, match=r"token_embd\.weight"):
+        inspect_model(write_gguf(tmp_path / "headless.gguf", llama_metadata(llama.config), tensors))
 
 
 def test_what_a_gguf_header_may_leave_out(tmp_path: Path, llama: PreTrainedModel) -> None:

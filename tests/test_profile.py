@@ -131,8 +131,14 @@ def test_a_number_below_one(tmp_path: Path, key: str, value: int) -> None:
     ],
 )
 def test_a_bad_choice(tmp_path: Path, key: str, value: Any, allowed: tuple[str, ...]) -> None:
-    error = assert_refused(write_profile(tmp_path / "bad.yaml", **{key: value}), key)
+    error = assert_refused(write_profile(tmp_path / "bad.yaml", **{"kind": "cuda", key: value}), key)
     assert all(name in error.hint for name in allowed)
+
+
+@pytest.mark.parametrize("attention", [[], ["flash-attn"], ["sdpa", "flash-attn"]])
+def test_attention_that_a_cpu_has_not(tmp_path: Path, attention: list[str]) -> None:
+    error = assert_refused(write_profile(tmp_path / "bad.yaml", attention=attention), "attention")
+    assert "flash-attn" not in error.hint
 
 
 @pytest.mark.parametrize("amount", ["much", -1, True, [1], None, "1 parsec"])
@@ -149,11 +155,18 @@ def test_no_yaml(tmp_path: Path, content: bytes) -> None:
     assert_refused(path, "no valid YAML")
 
 
-@pytest.mark.parametrize("content", ["", "just text", "- a\n- b\n", "5", "null"])
+@pytest.mark.parametrize("content", ["just text", "- a\n- b\n", "5", "[]", "false"])
 def test_no_mapping(tmp_path: Path, content: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(content, encoding="utf-8")
     assert_refused(path, "no mapping")
+
+
+@pytest.mark.parametrize("content", ["", "null", "{}"])
+def test_nothing_in_it(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(content, encoding="utf-8")
+    assert_refused(path, "lacks the key")
 
 
 def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:

@@ -81,7 +81,9 @@ def test_budgets_in_words(budget: str) -> None:
     assert settle({"budget": budget}).budget == budget
 
 
-@pytest.mark.parametrize("budget", ["", "many", "-1", "1.5", "1e3", "0x10", "Full", "²", "1,000", "+64", "50%"])
+@pytest.mark.parametrize(
+    "budget", ["", "many", "-1", "1.5", "1e3", "0x10", "Full", "²", "1,000", "+64", "50%", "9" * 5000]
+)
 def test_budgets_that_are_none(budget: str) -> None:
     assert_refused("--budget", budget, "full or auto", budget=budget)
     assert_refused("--budget", budget, "full or auto", config={"budget": budget})

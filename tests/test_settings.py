@@ -115,7 +115,7 @@ def test_a_value_of_the_wrong_type(tmp_path: Path, content: str) -> None:
     assert_refused(tmp_path, content, content.split(":")[0])
 
 
-@pytest.mark.parametrize("content", ["- model", "just text", "5"])
+@pytest.mark.parametrize("content", ["- model", "just text", "5", "[]", "0", "false"])
 def test_no_mapping(tmp_path: Path, content: str) -> None:
     assert_refused(tmp_path, content, "no mapping")
 
@@ -124,4 +124,4 @@ def test_no_mapping(tmp_path: Path, content: str) -> None:
     "content", [b"a: [1", b"a: b: c", b"\xff\xfe\xff", b"\x00", b"? [a]\n: 1", b"!!python/name:os.x"]
 )
 def test_no_yaml(tmp_path: Path, content: bytes) -> None:
-    assert_refused(tmp_path, content, "cannot be read")
+    assert_refused(tmp_path, content, "no valid YAML")

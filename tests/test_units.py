@@ -39,7 +39,27 @@ def test_amounts(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "G", "-1", "+1", "1,5G", "1e9", "1..5", ".5G", "6Gx", "6 GiB more", "0x10", "nan", "inf", "1P", "½G"],
+    [
+        "",
+        " ",
+        "G",
+        "-1",
+        "+1",
+        "1,5G",
+        "1e9",
+        "1..5",
+        ".5G",
+        "6Gx",
+        "6 GiB more",
+        "0x10",
+        "nan",
+        "inf",
+        "1P",
+        "½G",
+        "9" * 400,
+        "9" * 5000,
+        "1." + "0" * 30,
+    ],
 )
 def test_no_amounts(text: str) -> None:
     with pytest.raises(UsageError) as caught:

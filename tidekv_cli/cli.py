@@ -56,11 +56,11 @@ def main(arguments: Sequence[str], environment: Environment) -> int:
         return ExitCode.CLOSED_PIPE
     except KeyboardInterrupt:
         return _failed(Interrupted("interrupted", "start it again"), arguments, environment)
-    except TideError as error:
-        return _failed(error, arguments, environment)
     except Exception as error:
         if environment.environ.get("TIDEKV_TRACEBACK"):
             traceback.print_exc(file=environment.stderr)
+        if isinstance(error, TideError):
+            return _failed(error, arguments, environment)
         first = (str(error).splitlines() or [""])[0]
         bug = TideError(
             f"unexpected {type(error).__name__}: {first}",

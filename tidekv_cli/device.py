@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,7 @@ def detect_device(request: str, root: Path = Path("/")) -> Device:
     """The device that `--device REQUEST` means. Raises `DeviceError` where it cannot be used."""
     if request in ("auto", "cpu"):
         return _cpu(root)
-    kind, _, number = request.partition(":")
-    if kind != "cuda" or (number and not number.isdecimal()):
+    if not re.fullmatch(r"cuda(:\d{1,3})?", request):
         raise UsageError(f"--device {request} is not known", "use auto, cpu or cuda[:N]")
     raise DeviceError(f"device {request} cannot be used: this version computes on the CPU only", "use --device cpu")
 
@@ -47,7 +47,7 @@ def _cpu(root: Path) -> Device:
 
 def _cpu_name(root: Path) -> str:
     try:
-        for line in (root / "proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        for line in (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.lower().startswith("model name"):
                 return line.split(":", 1)[1].strip()
     except (OSError, IndexError):
@@ -58,7 +58,7 @@ def _cpu_name(root: Path) -> str:
 def _cgroup(root: Path) -> tuple[int | None, int | None]:
     """The least limit, and the least left of it, over this process's control group and its ancestors (v1 and v2)."""
     try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return None, None
     limits: list[int] = []

@@ -87,3 +87,8 @@ class DeviceError(TideError):
 
     code = ExitCode.DEVICE
     kind = "device"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` is Python's or torch's way to say that an allocation failed."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error))

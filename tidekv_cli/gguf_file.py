@@ -6,6 +6,7 @@ Source: the GGUF v2/v3 format description of the ggml project. Tensor data stay 
 from __future__ import annotations
 
 import mmap
+import reprlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from tidekv_cli.errors import ModelError
 _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_REQUIRED: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,36 @@ class GgufFile:
     @property
     def architecture(self) -> str:
         """llama.cpp's name of the model family, for example `llama`."""
-        return str(self.metadata.get("general.architecture", ""))
+        return str(self.value("general.architecture", str, ""))
+
+    def value(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
+        """The metadata of `key`, which must be an int, float, str, bool or list as `kind` says.
+
+        Returns `default` where the file has no such key; without a default that raises `ModelError`, as does a value
+        of another type.
+        """
+        found = self.metadata.get(key, default)
+        if found is _REQUIRED:
+            raise ModelError(f"the header of {self.path} lacks {key}", "use a complete GGUF file")
+        if kind is float and type(found) is int:
+            return float(found)
+        if key in self.metadata and type(found) is not kind:
+            raise ModelError(
+                f"{self.path} has {key}: {reprlib.repr(found)}, which is no {kind.__name__}",
+                "fetch or copy the file again",
+            )
+        return found
+
+    def values(self, key: str, kind: type, default: Any = _REQUIRED) -> list[Any]:
+        """The same for a list whose items are all of `kind`."""
+        found = self.value(key, list, default)
+        wrong = next((item for item in found if type(item) is not kind), None)
+        if wrong is not None:
+            raise ModelError(
+                f"{self.path} has {key} with {reprlib.repr(wrong)}, which is no {kind.__name__}",
+                "fetch or copy the file again",
+            )
+        return list(found)
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -60,7 +91,7 @@ def read_gguf(path: Path) -> GgufFile:
             f"cannot read the model file {path}: {error.strerror or error}",
             "check the path and its permissions",
         ) from error
-    except (struct.error, IndexError, UnicodeDecodeError, OverflowError, ValueError) as error:
+    except (struct.error, IndexError, OverflowError, ValueError, RecursionError) as error:
         raise _damaged(path, "its header ends early or is malformed") from error
 
 
@@ -82,9 +113,9 @@ def _parse(path: Path, blob: mmap.mmap, size: int) -> GgufFile:
         key = reader.string()
         metadata[key] = reader.value(reader.scalar("I"))
     headers = [reader.tensor_header() for _ in range(tensor_count)]
-    alignment = int(metadata.get("general.alignment", 32))
-    if alignment < 1:
-        raise _damaged(path, f"its alignment is {alignment}")
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1:
+        raise _damaged(path, f"its alignment is {reprlib.repr(alignment)}")
     base = -(-reader.position // alignment) * alignment
     tensors: dict[str, TensorEntry] = {}
     for name, dims, type_id, offset in headers:

@@ -30,60 +30,72 @@ _SPLIT_OF = {
     "qwen2": "qwen2",
     "deepseek-r1-qwen": "qwen2",
 }
+_LLAMA3 = ("llama3", "llama-v3", "llama-bpe")  # a word that is a token is not merged; a text begins with BOS
+_NAMED = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
 _GPT2 = ("default", "gpt-2")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "codeshell", "command-r")
 
 
 def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     """The tokenizer that `file` describes, with its chat template. Raises `ModelError` for unknown kinds."""
-    meta = file.metadata
-    kind = meta.get("tokenizer.ggml.model")
-    try:
-        tokens: list[str] = meta["tokenizer.ggml.tokens"]
-        if kind == "gpt2":
-            backend = _byte_level(file, tokens)
-        elif kind == "llama":
-            backend = _sentencepiece(meta, tokens)
-        else:
-            raise ModelError(
-                f"{file.path} has a tokenizer of kind {kind!r}, which is not supported",
-                "supported are 'gpt2' (byte-level BPE) and 'llama' (sentencepiece)",
-            )
-        added = [
+    kind = file.value("tokenizer.ggml.model", str)
+    tokens = file.values("tokenizer.ggml.tokens", str)
+    types = file.values("tokenizer.ggml.token_type", int, [])
+    named = {name: _token_id(file, key, tokens) for name, key in _NAMED.items() if key in file.metadata}
+    if kind == "gpt2":
+        pre = file.value("tokenizer.ggml.pre", str, "default")
+        backend, begins_with_bos = _byte_level(file, pre, tokens), pre in _LLAMA3
+    elif kind == "llama":
+        backend, begins_with_bos = _sentencepiece(file, tokens, named.get("unk_token", 0)), True
+    else:
+        raise ModelError(
+            f"{file.path} has a tokenizer of kind {kind!r}, which is not supported",
+            "supported are 'gpt2' (byte-level BPE) and 'llama' (sentencepiece)",
+        )
+    backend.add_tokens(
+        [
             AddedToken(token, normalized=False, special=token_type == _CONTROL)
-            for token, token_type in zip(tokens, meta.get("tokenizer.ggml.token_type", ()), strict=False)
+            for token, token_type in zip(tokens, types, strict=False)
             if token_type in (_CONTROL, _USER_DEFINED)
         ]
-        backend.add_tokens(added)
-        named = {
-            name: tokens[meta[key]]
-            for name, key in (
-                ("bos_token", "tokenizer.ggml.bos_token_id"),
-                ("eos_token", "tokenizer.ggml.eos_token_id"),
-                ("unk_token", "tokenizer.ggml.unknown_token_id"),
-                ("pad_token", "tokenizer.ggml.padding_token_id"),
-            )
-            if meta.get(key) is not None
-        }
-    except (KeyError, IndexError, TypeError) as error:
-        raise ModelError(f"the tokenizer in {file.path} lacks {error}", "use a complete GGUF file") from error
-    # Sentencepiece vocabularies begin a text with BOS unless the file says otherwise.
-    if meta.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in named:
-        bos = named["bos_token"]
+    )
+    if file.value("tokenizer.ggml.add_bos_token", bool, begins_with_bos) and "bos_token" in named:
+        bos = tokens[named["bos_token"]]
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, meta["tokenizer.ggml.bos_token_id"])]
+            single=[bos, "$A"], special_tokens=[(bos, named["bos_token"])]
         )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
-    tokenizer.chat_template = meta.get("tokenizer.chat_template")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        **{name: tokens[index] for name, index in named.items()},
+    )
+    tokenizer.chat_template = file.value("tokenizer.chat_template", str, None)
     return tokenizer
 
 
-def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
-    pre = file.metadata.get("tokenizer.ggml.pre", "default")
-    merges = [tuple(merge.split(" ")) for merge in file.metadata["tokenizer.ggml.merges"]]
+def _token_id(file: GgufFile, key: str, tokens: list[str]) -> int:
+    index: int = file.value(key, int)
+    if not 0 <= index < len(tokens):
+        raise ModelError(f"{file.path} has {key} {index}, and {len(tokens)} tokens", "use a complete GGUF file")
+    return index
+
+
+def _bpe(file: GgufFile, **settings: Any) -> Tokenizer:
+    try:
+        return Tokenizer(models.BPE(**settings))
+    except Exception as error:  # the library raises plain Exception, for a merge outside the vocabulary too
+        raise ModelError(f"the tokenizer in {file.path} is damaged: {error}", "fetch or copy the file again") from error
+
+
+def _byte_level(file: GgufFile, pre: str, tokens: list[str]) -> Tokenizer:
+    merges = [tuple(merge.split(" ")) for merge in file.values("tokenizer.ggml.merges", str)]
     vocab = {token: index for index, token in enumerate(tokens)}
-    whole_words = _SPLIT_OF.get(pre) == "llama3" and pre != "smaug-bpe"  # a word that is a token is not merged
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole_words))
+    backend = _bpe(file, vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3)
     if pre in _SPLIT_OF:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -106,9 +118,11 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     return backend
 
 
-def _sentencepiece(meta: dict[str, Any], tokens: list[str]) -> Tokenizer:
+def _sentencepiece(file: GgufFile, tokens: list[str], unknown: int) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
-    scores: list[float] = meta["tokenizer.ggml.scores"]
+    scores = file.values("tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens) or not tokens:
+        raise ModelError(f"{file.path} has {len(scores)} scores for {len(tokens)} tokens", "use a complete GGUF file")
     ranked: list[tuple[float, int, int, tuple[str, str]]] = []
     for index, token in enumerate(tokens):
         for cut in range(1, len(token)):
@@ -116,12 +130,11 @@ def _sentencepiece(meta: dict[str, Any], tokens: list[str]) -> Tokenizer:
             if left in vocab and right in vocab:
                 ranked.append((-scores[index], vocab[left], vocab[right], (left, right)))
     ranked.sort()
-    unknown = tokens[meta.get("tokenizer.ggml.unknown_token_id", 0)]
     merges = [pair for *_, pair in ranked]
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    backend = _bpe(file, vocab=vocab, merges=merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     unspace: list[Any] = []
-    if meta.get("tokenizer.ggml.add_space_prefix", True):
+    if file.value("tokenizer.ggml.add_space_prefix", bool, True):
         steps.insert(0, normalizers.Prepend("▁"))
         unspace = [decoders.Strip(content=" ", left=1)]
     backend.normalizer = normalizers.Sequence(steps)

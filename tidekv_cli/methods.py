@@ -12,6 +12,7 @@ from tidekv_cli.errors import UsageError
 SCHEDULES = ("tide", "oneshot")
 POLICIES = ("uniform",)
 STORES = ("dense",)
+DEFAULT_METHOD = "tidekv-snapkv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +128,10 @@ def choose(
     base = METHODS[method]
     chosen = Method(
         name=method,
-        schedule=_axis("--schedule", schedule or base.schedule, SCHEDULES),
-        selector=_axis("--selector", selector or base.selector, tuple(SELECTORS)),
-        budget_policy=_axis("--budget-policy", budget_policy or base.budget_policy, POLICIES),
-        kv_store=_axis("--kv-store", kv_store or base.kv_store, STORES),
+        schedule=_axis("--schedule", schedule, base.schedule, SCHEDULES),
+        selector=_axis("--selector", selector, base.selector, tuple(SELECTORS)),
+        budget_policy=_axis("--budget-policy", budget_policy, base.budget_policy, POLICIES),
+        kv_store=_axis("--kv-store", kv_store, base.kv_store, STORES),
         purpose=base.purpose,
     )
     for same in METHODS.values():  # a point that has a name is called by it
@@ -148,7 +149,9 @@ def _renamed(method: Method) -> Method:
     return Method(" × ".join(axes), *axes, purpose="single axes chosen")
 
 
-def _axis(flag: str, value: str, allowed: tuple[str, ...]) -> str:
+def _axis(flag: str, value: str | None, base: str, allowed: tuple[str, ...]) -> str:
+    if value is None:
+        return base
     if value not in allowed:
         raise UsageError(f"{flag} {value} is not known", f"known are {', '.join(allowed)}")
     return value

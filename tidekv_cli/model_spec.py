@@ -6,16 +6,24 @@ Which architectures this version drives is decided here, so that others are refu
 from __future__ import annotations
 
 import json
+import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tidekv_cli.errors import ModelError
+from tidekv_cli.gguf_config import config_from_gguf
 from tidekv_cli.gguf_file import GgufFile, read_gguf
 
-# Each is proven against the plain model by tests/test_adapter.py.
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# By architecture, its `model_type`. Each is proven against the plain model by tests/test_adapter.py.
+SUPPORTED_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 # Frequencies of the other rope types depend on the longest position seen, so chunks would differ from the whole.
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _QKV_BIAS = ("Qwen2ForCausalLM",)
@@ -80,7 +88,7 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"{path} cannot be read: {error.strerror or error}",
             "give a directory with config.json, tokenizer.json and *.safetensors, or a .gguf file",
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is no valid JSON: {error}", "fetch or copy the file again") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds no JSON object", "fetch or copy the file again")
@@ -92,123 +100,139 @@ def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
 
     Raises `ModelError`, naming the architecture, for anything that this version would compute wrongly.
     """
-    architecture = (config.get("architectures") or ["none stated"])[0]
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        raise ModelError(
-            f"{source} is of architecture {architecture}, which is not supported",
-            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}",
-        )
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    values = _Values(config, source)
+    architecture = _architecture(values)
+    quantisation = config.get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
         raise ModelError(
             f"{source} is quantised with {method}, which is not supported yet",
             "use the unquantised safetensors checkpoint or a GGUF file",
         )
-    _refuse_rope(config, source)
-    if _uses_sliding_window(config):
+    _refuse_rope(values)
+    layers = values.size("num_hidden_layers")
+    if _uses_sliding_window(values, architecture, layers):
         raise ModelError(
             f"{source} has sliding-window layers (window {config.get('sliding_window')}), not supported yet",
             "use a model with full attention in every layer",
         )
-    try:
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        spec = ModelSpec(
-            architecture=architecture,
-            layers=int(config["num_hidden_layers"]),
-            hidden_size=hidden,
-            intermediate_size=int(config["intermediate_size"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or (128 if architecture in _HEAD_NORM else hidden // heads)),
-            vocab_size=int(config["vocab_size"]),
-            context_window=_window(config.get("max_position_embeddings")),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            qkv_bias=architecture in _QKV_BIAS,
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            head_norm=architecture in _HEAD_NORM,
-        )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    if values.number("rms_norm_eps", 1e-6) < 0:
+        raise values.wrong("rms_norm_eps", "a number, at least 0")
+    hidden, heads = values.size("hidden_size"), values.size("num_attention_heads")
+    kv_heads = values.size("num_key_value_heads", heads)
+    if heads % kv_heads:
         raise ModelError(
-            f"the config of {source} lacks a usable value: {error}", "fetch or copy the model again"
-        ) from error
-    if min(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, spec.vocab_size) < 1 or heads % spec.kv_heads:
-        raise ModelError(
-            f"the config of {source} has impossible shapes: {spec.layers} layers, {heads}/{spec.kv_heads} heads",
-            "fetch or copy the model again",
+            f"the config of {source} has impossible shapes: {heads}/{kv_heads} heads", "fetch or copy the model again"
         )
-    return spec
+    return ModelSpec(
+        architecture=architecture,
+        layers=layers,
+        hidden_size=hidden,
+        intermediate_size=values.size("intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=values.size("head_dim", 128 if architecture in _HEAD_NORM else hidden // heads),
+        vocab_size=values.size("vocab_size"),
+        context_window=_window(values.number("max_position_embeddings", 0.0)),
+        tied_embeddings=values.flag("tie_word_embeddings"),
+        attention_bias=values.flag("attention_bias"),
+        qkv_bias=architecture in _QKV_BIAS,
+        mlp_bias=values.flag("mlp_bias"),
+        head_norm=architecture in _HEAD_NORM,
+    )
 
 
-def _window(value: Any) -> int | None:
+class _Values:
+    """A config whose values are checked as they are read; what is null counts as left out."""
+
+    def __init__(self, config: Mapping[str, Any], source: str) -> None:
+        self.config, self.source = config, source
+
+    def wrong(self, key: str, allowed: str) -> ModelError:
+        """The error for the value of `key`."""
+        found = reprlib.repr(self.config[key]) if key in self.config else "nothing"
+        return ModelError(
+            f"the config of {self.source} has {key}: {found}; it must be {allowed}", "fetch or copy the model again"
+        )
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number, at least 1."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            raise self.wrong(key, "a whole number, at least 1")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A finite number."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self.wrong(key, "a number")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """True or false; false where left out."""
+        value = self.config.get(key)
+        if value not in (None, False, True):
+            raise self.wrong(key, "true or false")
+        return bool(value)
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """A JSON object, empty where left out."""
+        value = self.config.get(key)
+        if not isinstance(value, (dict, type(None))):
+            raise self.wrong(key, "a JSON object")
+        return value or {}
+
+    def texts(self, key: str) -> list[str]:
+        """A list of texts, empty where left out."""
+        value = self.config.get(key)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(key, "a list of names")
+        return value
+
+
+def _architecture(values: _Values) -> str:
+    architecture = (values.texts("architectures") or ["none stated"])[0]
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise ModelError(
+            f"{values.source} is of architecture {architecture}, which is not supported",
+            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}",
+        )
+    if values.config.get("model_type") != SUPPORTED_ARCHITECTURES[architecture]:
+        raise values.wrong("model_type", f"{SUPPORTED_ARCHITECTURES[architecture]!r} for a {architecture}")
+    return architecture
+
+
+def _window(tokens: float) -> int | None:
     """A stated window; the placeholders for "none" that tokenizers and configs use are not believed."""
-    return int(value) if value and 0 < float(value) < 1e9 else None
+    return int(tokens) if 0 < tokens < 1e9 else None
 
 
-def _refuse_rope(config: Mapping[str, Any], source: str) -> None:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _refuse_rope(values: _Values) -> None:
+    rope = values.mapping("rope_parameters") or values.mapping("rope_scaling")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in SUPPORTED_ROPE_TYPES:
         raise ModelError(
-            f"{source} uses rope type {kind!r}, which is not supported yet",
+            f"{values.source} uses rope type {kind!r}, which is not supported yet",
             f"supported rope types are {', '.join(SUPPORTED_ROPE_TYPES)}",
         )
+    for config in (values, _Values(rope, values.source)):
+        if config.number("partial_rotary_factor", 1.0) != 1.0:
+            raise config.wrong("partial_rotary_factor", "1: rotating a part of each head is not supported")
+        if config.number("rope_theta", 10000.0) <= 0:
+            raise config.wrong("rope_theta", "a number above 0")
 
 
-def _uses_sliding_window(config: Mapping[str, Any]) -> bool:
-    layer_types = config.get("layer_types")
+def _uses_sliding_window(values: _Values, architecture: str, layers: int) -> bool:
+    config, layer_types = values.config, values.texts("layer_types")
     if layer_types:
+        if len(layer_types) != layers:
+            raise values.wrong("layer_types", f"a list of {layers} names, one for each layer")
         return any(kind != "full_attention" for kind in layer_types)
     switched_off = config.get("use_sliding_window") is False
     # Mistral's config class has a window of 4096 where the file states none.
-    default = 4096 if (config.get("architectures") or [""])[0] == "MistralForCausalLM" else None
+    default = 4096 if architecture == "MistralForCausalLM" else None
     return config.get("sliding_window", default) is not None and not switched_off
-
-
-def config_from_gguf(file: GgufFile) -> dict[str, Any]:
-    """The Hugging Face config that a GGUF header describes. Raises `ModelError` for what is not Llama-like."""
-    meta, path = file.metadata, file.path
-    if file.architecture != "llama":
-        raise ModelError(
-            f"{path} is of GGUF architecture {file.architecture!r}, which is not supported",
-            "supported is 'llama' (Llama, SmolLM2, Mistral and others stored under that name)",
-        )
-    if meta.get("llama.expert_count"):
-        raise ModelError(f"{path} is a mixture of experts, which is not supported", "use a dense Llama-type model")
-    scaling = meta.get("llama.rope.scaling.type", "none")
-    if scaling not in ("none", "linear"):
-        raise ModelError(f"{path} uses rope scaling {scaling!r}, which is not supported", "use another file")
-    try:
-        heads, hidden = meta["llama.attention.head_count"], meta["llama.embedding_length"]
-        head_dim = meta.get("llama.attention.key_length", hidden // heads)
-        rope: dict[str, Any] = {
-            "rope_type": "default",
-            "rope_theta": meta.get("llama.rope.freq_base", 10000.0),
-        }
-        if scaling == "linear":
-            rope |= {"rope_type": "linear", "factor": meta["llama.rope.scaling.factor"]}
-        config = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "num_hidden_layers": meta["llama.block_count"],
-            "hidden_size": hidden,
-            "intermediate_size": meta["llama.feed_forward_length"],
-            "num_attention_heads": heads,
-            "num_key_value_heads": meta.get("llama.attention.head_count_kv", heads),
-            "head_dim": head_dim,
-            "vocab_size": file.tensors["token_embd.weight"].shape[0],
-            "max_position_embeddings": meta["llama.context_length"],
-            "rms_norm_eps": meta["llama.attention.layer_norm_rms_epsilon"],
-            "rope_parameters": rope,
-            "tie_word_embeddings": "output.weight" not in file.tensors,
-            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-            "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-            "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
-            "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
-        }
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise ModelError(f"the header of {path} lacks {error}", "use a complete GGUF file of a Llama model") from error
-    if meta.get("llama.rope.dimension_count", head_dim) != head_dim:
-        raise ModelError(f"{path} rotates a part of each head only, which is not supported", "use another model")
-    return config

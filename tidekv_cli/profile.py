@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tidekv_cli.errors import UsageError
 from tidekv_cli.units import parse_bytes
+from tidekv_cli.user_files import read_yaml_mapping, user_path
 
 KINDS = ("cpu", "cuda", "jetson")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -54,14 +54,14 @@ def profile_directories(environ: Mapping[str, str]) -> list[Path]:
     if not shipped.is_dir():  # a source tree, where they are at the top level
         shipped = Path(__file__).parent.parent / "profiles"
     own = environ.get("TIDEKV_PROFILE_DIR")
-    return [*([Path(own).expanduser()] if own else []), shipped]
+    return [*([user_path(own)] if own else []), shipped]
 
 
 def list_profiles(environ: Mapping[str, str]) -> dict[str, Profile]:
     """Every profile by name; the user's own hide shipped ones of the same name."""
     found: dict[str, Profile] = {}
     for directory in reversed(profile_directories(environ)):
-        if not directory.is_dir():
+        if not os.path.isdir(directory):
             raise UsageError(f"the profile directory {directory} does not exist", "check TIDEKV_PROFILE_DIR")
         for path in sorted(directory.glob("*.yaml")):
             profile = load_profile(path)
@@ -72,7 +72,7 @@ def list_profiles(environ: Mapping[str, str]) -> dict[str, Profile]:
 def find_profile(reference: str, environ: Mapping[str, str]) -> Profile:
     """The profile called `reference`, or in the YAML file of that path. Raises `UsageError` if there is none."""
     if reference.endswith((".yaml", ".yml")):
-        return load_profile(Path(reference).expanduser())
+        return load_profile(user_path(reference))
     profiles = list_profiles(environ)
     if reference not in profiles:
         raise UsageError(f"there is no profile {reference!r}", f"known are {', '.join(profiles)}, or give a YAML file")
@@ -81,21 +81,16 @@ def find_profile(reference: str, environ: Mapping[str, str]) -> Profile:
 
 def load_profile(path: Path) -> Profile:
     """Read and validate one file. Raises `UsageError` naming the file, the key, the value and what is allowed."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read the profile {path}: {error.strerror or error}", "check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"the profile {path} is no valid YAML: {error}", "correct the file") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"the profile {path} is no mapping", "see `tidekv profiles cpu` for one that is")
+    values = read_yaml_mapping(path, "the profile")
     _check_keys(path, values)
     for key in ("chunk_size", "score_block", "budget", "max_new_tokens"):
         if values[key] < 1:
             raise _bad(path, key, values[key], "a number of tokens, at least 1")
     _check_choice(path, "kind", [values["kind"]], KINDS)
     _check_choice(path, "dtype", [values["dtype"]], DTYPES)
-    _check_choice(path, "attention", values["attention"], ATTENTION)
+    _check_choice(path, "attention", values["attention"], ATTENTION[1:] if values["kind"] == "cpu" else ATTENTION)
+    if not values["attention"]:
+        raise _bad(path, "attention", [], "a list with the best backend first")
     reserve = {key: parse_bytes(str(amount), f"{path}: reserve.{key}") for key, amount in values["reserve"].items()}
     return Profile(**{**values, "attention": tuple(values["attention"]), "reserve": reserve, "path": path})
 

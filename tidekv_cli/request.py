@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tidekv_cli.errors import UsageError
-from tidekv_cli.methods import SELECTORS, Method, SelectorInfo, choose
+from tidekv_cli.methods import DEFAULT_METHOD, SELECTORS, Method, SelectorInfo, choose
 from tidekv_cli.profile import ATTENTION, DTYPES, Profile
 
 TRUNCATIONS = ("error", "head", "tail", "middle")
@@ -83,7 +84,7 @@ class EngineChoice:
 def choose_settings(request: RunRequest, config: Mapping[str, Any], profile: Profile) -> EngineChoice:
     """Settle every value: flag, then config file, then profile. Raises `UsageError` for impossible ones."""
     method = choose(
-        request.method or config.get("method") or "tidekv-snapkv",
+        first_given(request.method, config.get("method"), DEFAULT_METHOD),
         request.schedule,
         request.selector,
         request.budget_policy,
@@ -95,14 +96,17 @@ def choose_settings(request: RunRequest, config: Mapping[str, Any], profile: Pro
         selector=selector,
         selector_settings=selector.settings(request.parameters),
         budget=_budget(request, config, profile, selector),
-        chunk_size=_tokens("--chunk-size", _first(request.chunk_size, config.get("chunk_size"), profile.chunk_size)),
-        score_block=_tokens(
-            "--score-block", _first(request.score_block, config.get("score_block"), profile.score_block)
+        chunk_size=_tokens(
+            "--chunk-size", first_given(request.chunk_size, config.get("chunk_size"), profile.chunk_size)
         ),
-        attention=_attention(_first(request.attention, config.get("attention"), "auto"), profile),
-        dtype=_dtype(_first(request.dtype, config.get("dtype"), "auto"), profile),
+        score_block=_tokens(
+            "--score-block", first_given(request.score_block, config.get("score_block"), profile.score_block)
+        ),
+        attention=_attention(first_given(request.attention, config.get("attention"), "auto"), profile),
+        dtype=_dtype(first_given(request.dtype, config.get("dtype"), "auto"), profile),
         max_new_tokens=_tokens(
-            "--max-new-tokens", _first(request.max_new_tokens, config.get("max_new_tokens"), profile.max_new_tokens)
+            "--max-new-tokens",
+            first_given(request.max_new_tokens, config.get("max_new_tokens"), profile.max_new_tokens),
         ),
     )
     if request.truncate not in TRUNCATIONS:
@@ -126,7 +130,8 @@ def check_budget(choice: EngineChoice) -> None:
         )
 
 
-def _first(*values: Any) -> Any:
+def first_given(*values: Any) -> Any:
+    """The first that is not None: an empty text was given, and is judged like any other."""
     return next(value for value in values if value is not None)
 
 
@@ -146,10 +151,10 @@ def _budget(
                 "drop --budget, or choose another --selector",
             )
         return None
-    value = str(_first(request.budget, config.get("budget"), profile.budget))
+    value = str(first_given(request.budget, config.get("budget"), profile.budget))
     if value in ("full", "auto"):
         return value
-    if not value.isdecimal():
+    if not re.fullmatch(r"[0-9]{1,18}", value):
         raise UsageError(f"--budget {value} is no number of tokens", "give a whole number, full or auto")
     return int(value)
 

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from tidekv_cli.catalog import DEFAULT_MODEL
 from tidekv_cli.device import Device, detect_device
 from tidekv_cli.documents import Document, read_documents
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.environment import Environment
-from tidekv_cli.errors import DoesNotFitError, ExitCode, MemoryExhaustedError, UsageError, WindowError
+from tidekv_cli.errors import (
+    DoesNotFitError,
+    ExitCode,
+    MemoryExhaustedError,
+    ModelError,
+    TideError,
+    UsageError,
+    WindowError,
+    is_out_of_memory,
+)
+from tidekv_cli.kept_file import KeptFile
 from tidekv_cli.model_spec import ModelFiles, inspect_model
 from tidekv_cli.outcome import Outcome, outcome_document
 from tidekv_cli.plan import Plan, PlanSettings, largest_budget, make_plan
 from tidekv_cli.profile import Profile, find_profile
 from tidekv_cli.report import Reporter
-from tidekv_cli.request import EngineChoice, RunRequest, choose_settings
+from tidekv_cli.request import EngineChoice, RunRequest, choose_settings, first_given
 from tidekv_cli.settings import load_settings
 from tidekv_cli.sources import resolve_model
 from tidekv_cli.units import format_bytes, parse_bytes
@@ -44,15 +52,17 @@ class Runner:
         if self._environment.stdout is None:
             raise UsageError("standard output is closed, so there is no place for the answer", "do not close it")
         config = load_settings(environ)
-        device = detect_device(request.device or config.get("device") or "auto")
-        profile = find_profile(request.profile or config.get("profile") or _PROFILE_OF_KIND[device.kind], environ)
+        device = detect_device(first_given(request.device, config.get("device"), "auto"))
+        profile = find_profile(
+            first_given(request.profile, config.get("profile"), _PROFILE_OF_KIND[device.kind]), environ
+        )
         choice = choose_settings(request, config, profile)
-        limit = parse_bytes(request.memory_limit, "--memory-limit") if request.memory_limit else None
+        limit = parse_bytes(request.memory_limit, "--memory-limit") if request.memory_limit is not None else None
         sampling = SamplingSettings(request.temperature, request.top_p, request.seed)
-        if request.kept:
-            _check_writable(Path(request.kept))
+        if request.kept is not None:
+            KeptFile(request.kept).check()
         documents = read_documents(request.documents, self._environment, request.encoding, request.errors)
-        name = request.model or config.get("model") or "smollm2-135m"
+        name = first_given(request.model, config.get("model"), DEFAULT_MODEL)
         source = resolve_model(name, environ, request.offline, self._reporter.note)
         files = inspect_model(source.path)
         outcome, ids, tokenizer = self._prepare(name, files, device, profile, choice, limit, documents)
@@ -95,6 +105,7 @@ class Runner:
             prompt = truncate(prompt, allowed, request.truncate)
             self._warn(f"{prompt.truncated_tokens} document tokens were dropped ({request.truncate})")
         length = len(prompt.token_ids)
+        _check_vocabulary(files, prompt.token_ids)
         self._check_window(files, length, choice)
         plan = make_plan(_with_budget(settings, choice, length), length)
         outcome = Outcome(
@@ -172,11 +183,11 @@ class Runner:
             outcome.prefill_s, outcome.scoring_s = prompt.prefill_s, prompt.scoring_s
             outcome.cache_bytes = sum(store.nbytes for store in prompt.cache)
             outcome.cache_tokens_per_layer = [store.length for store in prompt.cache]
-            if request.kept:
-                _write_kept(Path(request.kept), ids, prompt.kept)
+            if request.kept is not None:
+                KeptFile(request.kept).write(ids, prompt.kept)
             self._stream(outcome, session.generate(prompt, sampling, choice.max_new_tokens), tokenizer, began)
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "memory" not in str(error):
+        except Exception as error:
+            if isinstance(error, TideError) or not is_out_of_memory(error):
                 raise
             raise MemoryExhaustedError(
                 f"memory ran out with a predicted peak of {format_bytes(plan.bytes.peak)}"
@@ -282,26 +293,10 @@ def _does_not_fit(plan: Plan) -> DoesNotFitError:
     )
 
 
-def _check_writable(path: Path) -> None:
-    """A file that cannot be written is refused before the work, not after it."""
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(f"--kept {path} cannot be written", "name a file in a directory that exists")
-
-
-def _write_kept(path: Path, ids: list[int], kept: list[Any]) -> None:
-    """Prompt ids and kept positions [Hkv, K] per layer, in one step so that no half-written file is left."""
-    import numpy as np
-
-    arrays: Mapping[str, Any] = {
-        "prompt_ids": np.array(ids, dtype=np.int64),
-        **{f"layer_{layer:03d}": indices.cpu().numpy() for layer, indices in enumerate(kept)},
-    }
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with scratch.open("wb") as file:
-            np.savez(file, **arrays)
-        os.replace(scratch, path)
-    except OSError as error:
-        raise UsageError(f"--kept {path} cannot be written: {error.strerror or error}", "make room") from error
-    finally:
-        scratch.unlink(missing_ok=True)
+def _check_vocabulary(files: ModelFiles, ids: list[int]) -> None:
+    highest = max(ids, default=0)
+    if highest >= files.spec.vocab_size:
+        raise ModelError(
+            f"the tokenizer of {files.path} gives token {highest}, and the model knows {files.spec.vocab_size}",
+            "fetch or copy the model again; tokenizer and weights are of different models",
+        )

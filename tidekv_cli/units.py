@@ -15,7 +15,7 @@ _FACTORS = {"": 1, "b": 1} | {
 
 def parse_bytes(text: str, what: str) -> int:
     """`6GiB`, `6G`, `500MB` or a plain number, in bytes. Raises `UsageError` naming `what`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*", str(text))
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise UsageError(f"{what} {text!r} is no amount of memory", "write it like 6GiB or 512MiB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -24,7 +25,7 @@ def list_models(context: typer.Context) -> None:
     for alias in ALIASES.values():
         path = alias_path(alias, environment.environ)
         default = " (default)" if alias.name == DEFAULT_MODEL else ""
-        where = str(path) if path.exists() else "not fetched"
+        where = str(path) if os.path.exists(path) else "not fetched"
         rows.append((alias.name + default, alias.description, alias.license, alias.requirement, where))
     environment.write(plain_table(("alias", "model", "license", "source", "on disk"), rows))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.prefill import Prefilled
 from tidekv_cli.engine.sampling import SamplingSettings
+from tidekv_cli.errors import ModelError
 
 
 class Sampler:
@@ -24,12 +26,18 @@ class Sampler:
             self._generator.manual_seed(settings.seed)
 
     def choose(self, logits: Tensor) -> int:
-        """The next token's id."""
+        """The next token's id. Raises `ModelError` for logits that are no numbers."""
         settings = self._settings
+        best, token = logits.max(-1)
+        if not math.isfinite(best):  # NaN is the maximum wherever there is one
+            raise ModelError(
+                f"the model's logits are not finite (the greatest is {float(best)})",
+                "its weights are damaged, or too large for the dtype: try --dtype float32",
+            )
         if settings.temperature == 0.0:
-            return int(logits.argmax())
+            return int(token)
         # Subtracting the maximum first keeps a tiny temperature from dividing to infinity.
-        weights = ((logits - logits.max()) / settings.temperature).softmax(-1)
+        weights = ((logits - best) / settings.temperature).softmax(-1)
         if settings.top_p < 1.0:
             ranked, order = weights.sort(descending=True)
             before = ranked.cumsum(-1) - ranked  # mass of the better ones

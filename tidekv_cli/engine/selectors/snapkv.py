@@ -10,6 +10,8 @@ from tidekv_cli.engine.scoring import Pooling, StreamingTopK, pool_scores, windo
 from tidekv_cli.engine.selectors import LayerView, Selection, span
 from tidekv_cli.errors import UsageError
 
+_WIDEST_POOL = 1023
+
 
 @dataclass(frozen=True, slots=True)
 class SnapKV:
@@ -32,8 +34,10 @@ class SnapKV:
             )
         if self.pool not in ("avg", "max"):
             raise UsageError(f"pool={self.pool} is not known", "use pool=avg or pool=max")
-        if self.pool_kernel < 1 or self.pool_kernel % 2 == 0:
-            raise UsageError(f"pool_kernel={self.pool_kernel} is impossible", "use an odd number, at least 1")
+        if not 1 <= self.pool_kernel <= _WIDEST_POOL or self.pool_kernel % 2 == 0:
+            raise UsageError(
+                f"pool_kernel={self.pool_kernel} is impossible", f"use an odd number from 1 to {_WIDEST_POOL}"
+            )
 
     @property
     def mandatory_tokens(self) -> int:
