@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.references import dense_snapkv
+from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.scoring import Observation, Observer, StreamingTopK, pool_scores, window_lse, window_scores
 from tidekv_cli.engine.selectors import LayerView
 from tidekv_cli.engine.selectors.snapkv import SnapKV
@@ -131,8 +133,8 @@ def test_top_k_is_a_stable_sort() -> None:
     for count in (1, 5, 40, 99, 100):
         scores = torch.randint(0, 7, (3, 100), generator=draw).float() / 7
         expected = scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
-        for block in (1, 3, 32, 100):
-            top = StreamingTopK(count)
+        for block, room in product((1, 3, 32, 100), (0, 1, 20, 1000)):
+            top = StreamingTopK(count, room)
             for part in scores.split(block, 1):
                 top.push(part)
             positions, kept = top.result()
@@ -141,10 +143,10 @@ def test_top_k_is_a_stable_sort() -> None:
 
 
 def test_top_k_ranks_nan_last_and_infinity_first() -> None:
-    top = StreamingTopK(2)
+    top = StreamingTopK(2, 1)
     top.push(torch.tensor([[float("nan"), 1.0, float("nan"), float("inf"), 0.0]]))
     assert top.result()[0].tolist() == [[1, 3]]
-    empty = StreamingTopK(2)
+    empty = StreamingTopK(2, 1)
     empty.push(torch.full((1, 4), float("nan")))
     assert empty.result()[0].tolist() == [[0, 1]]
 
@@ -156,14 +158,38 @@ def test_top_k_with_nan_among_duplicates() -> None:
     ranked = scores.nan_to_num(float("-inf")).sort(dim=1, descending=True, stable=True).indices
     for count in (1, 30, 100, 119):  # 100 and more take some of the NaNs, the lowest positions first
         for block in (1, 7, 120):
-            top = StreamingTopK(count)
+            top = StreamingTopK(count, 10)
             for part in scores.split(block, 1):
                 top.push(part)
             assert torch.equal(top.result()[0], ranked[:, :count].sort(1).values)
 
 
+def test_top_k_orders_every_kind_of_number() -> None:
+    draw = torch.Generator().manual_seed(2)
+    kinds = [0.0, -0.0, 1e-45, -1e-45, 1.0, -1.0, 3.4e38, -3.4e38, float("inf"), float("-inf"), 1.0 + 2**-23]
+    scores = torch.tensor(kinds)[torch.randint(0, len(kinds), (3, 200), generator=draw)]
+    ranked = scores.sort(dim=1, descending=True, stable=True).indices
+    for count in range(1, 200, 9):
+        top = StreamingTopK(count, 0)
+        for part in scores.split(50, 1):
+            top.push(part)
+        assert torch.equal(top.result()[0], ranked[:, :count].sort(1).values)
+
+
+def test_top_k_holds_no_more_than_it_says() -> None:
+    top = StreamingTopK(10, 40)
+    meter = LiveMeter()
+    with meter:
+        top.push(torch.zeros(2, 16))
+        held = [meter.live_bytes]
+        for _ in range(50):
+            top.push(torch.zeros(2, 16))
+            held.append(meter.live_bytes)
+    assert max(held) <= 2 * (10 + 40 + 16) * (4 + 8)
+
+
 def test_top_k_leaves_skipped_positions_out() -> None:
-    top = StreamingTopK(2)
+    top = StreamingTopK(2, 1)
     top.skip(3)
     top.push(torch.tensor([[1.0, 5.0]]))
     top.skip(2)

@@ -125,31 +125,39 @@ def pool_scores(blocks: Iterator[Tensor], kernel: int, pooling: Pooling) -> Iter
     """
     halo = kernel // 2
     fill = 0.0 if pooling == "avg" else float("-inf")
-    pool = F.avg_pool1d if pooling == "avg" else F.max_pool1d
+    pool = _average if pooling == "avg" else _greatest
     carry: Tensor | None = None
     for block in blocks:
         joined = F.pad(block, (halo, 0), value=fill) if carry is None else torch.cat((carry, block), 1)
         if joined.shape[1] >= kernel:
-            yield pool(joined, kernel, stride=1)
+            yield pool(joined, kernel)
         carry = joined[:, max(joined.shape[1] - (kernel - 1), 0) :]
     if carry is not None and halo:
         joined = F.pad(carry, (0, halo), value=fill)
         if joined.shape[1] >= kernel:
-            yield pool(joined, kernel, stride=1)
+            yield pool(joined, kernel)
+
+
+def _average(row: Tensor, kernel: int) -> Tensor:
+    return F.avg_pool1d(row, kernel, stride=1)
+
+
+def _greatest(row: Tensor, kernel: int) -> Tensor:
+    return row.unfold(1, kernel, 1).amax(-1)  # `max_pool1d` is several times slower under a dispatch mode
 
 
 class StreamingTopK:
     """The `count` highest scores per head of a stream of blocks; equal scores go to the lower position.
 
-    Holds [H, count + block] scores and positions, never the whole row. `torch.topk` promises no order among ties,
-    so only the value of the last kept score is taken from it. NaN ranks below everything.
+    Chooses again whenever `room` columns have come beside the best so far: seldom, since a choice is many small
+    operations. Holds scores [H, n], n at most count + room + one block. NaN ranks below everything.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._scores: Tensor | None = None
-        self._positions: Tensor | None = None
-        self._next = 0
+    def __init__(self, count: int, room: int) -> None:
+        self._count, self._room = count, room
+        self._scores: list[Tensor] = []  # the best of what came before, then blocks as they came
+        self._positions: list[Tensor] = []  # of each, [H, n] or [1, n]
+        self._held = self._next = 0
 
     def skip(self, columns: int) -> None:
         """Leave out the next `columns` positions."""
@@ -157,33 +165,35 @@ class StreamingTopK:
 
     def push(self, scores: Tensor) -> None:
         """Offer the scores [H, n] of the next n positions."""
-        heads, width = scores.shape
-        scores = scores.nan_to_num(float("-inf"), float("inf"), float("-inf"))
-        positions = torch.arange(self._next, self._next + width, device=scores.device).expand(heads, -1)
-        self._next += width
-        if self._scores is not None and self._positions is not None:
-            scores, positions = (
-                torch.cat((self._scores, scores), 1),
-                torch.cat((self._positions, positions), 1),
-            )
-        if scores.shape[1] > self._count:
-            scores, positions = self._kept(scores, positions)
-        self._scores, self._positions = scores, positions
+        stop = self._next + scores.shape[1]
+        self._scores.append(scores)
+        self._positions.append(torch.arange(self._next, stop, device=scores.device)[None])
+        self._held += scores.shape[1]
+        self._next = stop
+        if self._held > self._count + self._room:
+            self._compress()
 
-    def _kept(self, scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _compress(self) -> None:
         """The best `count` columns of each row, in the order they came; every shape is known beforehand."""
-        count = self._count
-        last = scores.topk(count, dim=1, sorted=True).values[:, -1:]
-        above, ties = scores > last, scores == last
-        room = count - above.sum(1, keepdim=True)
-        keep = above | (ties & (ties.cumsum(1) <= room))
-        slot = torch.where(keep, keep.cumsum(1) - 1, count)  # the column past the end takes what is dropped
-        out_scores = scores.new_empty(scores.shape[0], count + 1).scatter_(1, slot, scores)
-        out_positions = positions.new_empty(scores.shape[0], count + 1).scatter_(1, slot, positions)
-        return out_scores[:, :count], out_positions[:, :count]
+        scores = torch.cat(self._scores, 1).nan_to_num_(float("-inf"), float("inf"), float("-inf"))
+        positions = torch.cat([part.expand(len(scores), -1) for part in self._positions], 1)
+        best = _ranks(scores).topk(self._count, dim=1, sorted=False).indices.sort(dim=1).values
+        self._scores, self._positions = [scores.gather(1, best)], [positions.gather(1, best)]
+        self._held = self._count
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Positions [H, count] ascending and their scores. At least `count` positions must have been offered."""
-        assert self._scores is not None and self._positions is not None
-        assert self._scores.shape[1] == self._count
-        return self._positions, self._scores
+        assert self._held >= self._count
+        self._compress()
+        return self._positions[0], self._scores[0]
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    """Whole numbers [H, n] in the order of the float32 `scores`, of equal ones the earlier column the greater.
+
+    No two of a row are equal, so what order an algorithm gives to ties does not matter. IEEE 754 numbers order like
+    their bits read as a whole number, if those of negative ones are turned round; adding 0 makes -0 a 0.
+    """
+    bits = scores.add(0.0).view(torch.int32)
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    return (bits.long() << 32).sub_(torch.arange(scores.shape[1], device=scores.device))

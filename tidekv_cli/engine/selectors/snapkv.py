@@ -11,6 +11,7 @@ from tidekv_cli.engine.selectors import LayerView, Selection, span
 from tidekv_cli.errors import UsageError
 
 _WIDEST_POOL = 1023
+_BLOCKS_HELD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class SnapKV:
         if count == 0:
             return Selection(torch.cat((first, last), 1))
         assert view.observation is not None
-        top = StreamingTopK(count)
+        top = StreamingTopK(count, _BLOCKS_HELD * view.score_block)
         top.skip(self.sinks)
         ahead = self.sinks  # sinks take part in pooling, not in the choice
         raw = window_scores(view.keys, view.observation, prefix, view.score_block)

@@ -56,8 +56,8 @@ def _gathered(rows: Tensor, indices: Tensor, slack: int) -> Tensor:
     _, heads, _, size = rows.shape
     kept = indices.shape[1]
     out = rows.new_empty(1, heads, kept + slack, size)
-    for head in range(heads):
-        torch.index_select(rows[0, head], 0, indices[head], out=out[0, head, :kept])
+    for source, index, target in zip(rows[0].unbind(), indices.unbind(), out[0, :, :kept].unbind(), strict=True):
+        torch.index_select(source, 0, index, out=target)
     return out
 
 
