@@ -154,5 +154,5 @@ def _scoring(settings: PlanSettings, length: int, kept: int) -> int:
     queries = spec.heads * window * (3 * spec.head_dim + 2) * 4
     logits = spec.heads * window * block * 4
     keys = 2 * spec.kv_heads * block * spec.head_dim * 4
-    ranked = spec.kv_heads * (kept + 5 * block) * 64  # four blocks wait for the choice while the fifth comes
+    ranked = spec.kv_heads * (kept + 3 * block) * 64  # two blocks wait for the choice while the third comes
     return queries + logits + keys + ranked

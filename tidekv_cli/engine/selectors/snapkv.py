@@ -11,7 +11,7 @@ from tidekv_cli.engine.selectors import LayerView, Selection, span
 from tidekv_cli.errors import UsageError
 
 _WIDEST_POOL = 1023
-_BLOCKS_HELD = 4
+_BLOCKS_HELD = 2
 
 
 @dataclass(frozen=True, slots=True)
