@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tidekv_cli.engine.adapter import KeysOnlyError
 from tidekv_cli.engine.attention import Attention
+from tidekv_cli.engine.ledger import ACTIVE_KV, book
 from tidekv_cli.engine.scoring import Observer
 
 
@@ -53,6 +54,7 @@ class ActiveKV:
         self._keys = self._stored(self._keys, keys)
         self._values = self._stored(self._values, values)
         self._length += keys.shape[2]
+        book(ACTIVE_KV, self._keys, self._values)
         if self.keys_only:
             raise KeysOnlyError
         return self.keys, self.values

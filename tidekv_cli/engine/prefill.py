@@ -19,6 +19,7 @@ from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.attention import Attention
 from tidekv_cli.engine.bridge import Bridge
 from tidekv_cli.engine.budgets import BudgetPolicy
+from tidekv_cli.engine.ledger import SCORING, births_booked
 from tidekv_cli.engine.scoring import Observer
 from tidekv_cli.engine.selectors import LayerView, Selection, Selector, shared_by_heads, span
 from tidekv_cli.engine.stores.dense import DenseStore
@@ -114,7 +115,8 @@ class LayerMajorPrefill:
         began = time.perf_counter()
         settings, active = self._settings, self._active
         budget = min(settings.policy.layer_budget(len(self._cache)), self._length)
-        selection = self._select(budget)
+        with births_booked(SCORING):
+            selection = self._select(budget)
         self._kept.append(selection.indices)
         self._cache.append(
             DenseStore(active.keys, active.values, selection.indices, settings.slack, settings.attention)

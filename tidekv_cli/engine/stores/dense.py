@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tidekv_cli.engine.attention import Attention
+from tidekv_cli.engine.ledger import CACHE, book
 
 
 class DenseStore:
@@ -20,6 +21,7 @@ class DenseStore:
         self.length = indices.shape[1]
         self._keys = _gathered(keys, indices, slack)
         self._values = _gathered(values, indices, slack)
+        book(CACHE, self._keys, self._values)
 
     @property
     def keys(self) -> Tensor:
