@@ -60,7 +60,8 @@ class LayerMajorPrefill:
         self, adapter: ModelAdapter, ids: Tensor, settings: PrefillSettings, progress: Progress | None = None
     ) -> None:
         """`ids` [1, S] is the prompt."""
-        self._adapter, self._ids, self._settings = adapter, ids, settings
+        self.adapter = adapter
+        self._ids, self._settings = ids, settings
         self._progress = progress or (lambda done, total: None)
         self._length = ids.shape[1]
         self._whole = settings.schedule == "oneshot"
@@ -68,23 +69,31 @@ class LayerMajorPrefill:
         # Nothing reads the last layer but the last token and the observation queries; before them K and V suffice.
         self._tail = self._length - max(window, 1)
         self._observer = Observer(window, self._length) if window else None
+        self._last_chunks = chunk_borders(
+            self._length, self._length if self._whole else settings.chunk_size, self._tail
+        )
+        self._chunks = [(0, self._length)] if self._whole else self._last_chunks
         self._active = ActiveKV(settings.attention, self._observer, self._length, reused=not self._whole)
         self._bridge = Bridge(self._length)
         self._cache: list[DenseStore] = []
         self._kept: list[Tensor] = []
         self._scoring_s = 0.0
 
+    @property
+    def chunks_per_layer(self) -> int:
+        """Progress calls for each layer but the last."""
+        return len(self._chunks)
+
     @torch.no_grad()
     def run(self) -> Prefilled:
         """Prefill the prompt, leaving nothing alive but the result."""
         began = time.perf_counter()
-        layers = len(self._adapter.layers)
-        cut = chunk_borders(self._length, self._length if self._whole else self._settings.chunk_size, self._tail)
-        chunks = [(0, self._length)] if self._whole else cut
+        layers = len(self.adapter.layers)
+        chunks, cut = self._chunks, self._last_chunks
         total = len(chunks) * (layers - 1) + len(cut)
         if self._whole:
             self._active.after_attention = self._evict
-        self._adapter.bind([self._active] * layers)
+        self.adapter.bind([self._active] * layers)
         try:
             hidden = None
             for layer in range(layers):
@@ -98,17 +107,17 @@ class LayerMajorPrefill:
                 if not self._whole:
                     self._evict()
             assert hidden is not None
-            logits = self._adapter.finish(hidden, self._ids)
+            logits = self.adapter.finish(hidden, self._ids)
         finally:
-            self._adapter.bind(())
+            self.adapter.bind(())
             self._active.after_attention = None  # else the two hold each other, and bridge and KV with them
         return Prefilled(self._cache, self._kept, logits, self._length, time.perf_counter() - began, self._scoring_s)
 
     def _advance(self, layer: int, start: int, stop: int) -> Tensor | None:
         """One layer over one chunk: hidden states [1, n, d] after it, or None where only K and V were wanted."""
-        call = self._adapter.record(self._ids[:, start:stop], start, layer)
+        call = self.adapter.record(self._ids[:, start:stop], start, layer)
         hidden = call.hidden if layer == 0 else self._bridge.chunk(start, stop)
-        return self._adapter.replay(layer, hidden, call)
+        return self.adapter.replay(layer, hidden, call)
 
     def _evict(self) -> None:
         """Keep the active layer's budget of rows in a store of its own and let go of the rest."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from tidekv_cli.engine import ledger
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.decode import generate_tokens
 from tidekv_cli.engine.meter import LiveMeter
@@ -28,7 +29,8 @@ class Session:
         """Build the compact cache of a prompt; also the live-tensor peak in bytes while it was built, with weights."""
         ids = torch.tensor([token_ids], device=self.adapter.device)
         meter = LiveMeter()
-        meter.watch([ids, *self._model.parameters(), *self._model.buffers()])
+        meter.watch([*self._model.parameters(), *self._model.buffers()])
+        meter.watch([ids], ledger.WORKSPACE)
         with meter:
             prompt = LayerMajorPrefill(self.adapter, ids, settings, progress).run()
         return prompt, meter.peak_bytes

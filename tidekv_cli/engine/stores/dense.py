@@ -44,6 +44,7 @@ class DenseStore:
         if stop > self._keys.shape[2]:
             extra = max(stop, self._keys.shape[2] * 3 // 2) - self.length
             self._keys, self._values = _grown(self.keys, extra), _grown(self.values, extra)
+            book(CACHE, self._keys, self._values)
         self._keys[:, :, self.length : stop] = keys
         self._values[:, :, self.length : stop] = values
         self.length = stop
