@@ -63,19 +63,25 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on disk whose header has been read: `path` is a directory, or a file and then `gguf` is its header."""
+    """A model on disk whose header has been read: `path` is a directory, or a file and then `gguf` is its header.
+
+    `config` is its Hugging Face config, or the one that the header describes.
+    """
 
     path: Path
     spec: ModelSpec
+    config: Mapping[str, Any]
     gguf: GgufFile | None
 
 
 def inspect_model(path: Path) -> ModelFiles:
     """Read the shapes of the model at `path`. Raises `ModelError` for what is missing, damaged or unsupported."""
     if path.is_dir():
-        return ModelFiles(path, spec_from_config(read_config(path), str(path)), None)
-    gguf = read_gguf(path)
-    return ModelFiles(path, spec_from_config(config_from_gguf(gguf), str(path)), gguf)
+        gguf, config = None, read_config(path)
+    else:
+        gguf = read_gguf(path)
+        config = config_from_gguf(gguf)
+    return ModelFiles(path, spec_from_config(config, str(path)), config, gguf)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

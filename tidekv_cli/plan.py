@@ -1,23 +1,24 @@
-"""Settings -> bytes at any length, headroom, the largest context. Plain arithmetic on shapes; no torch.
-
-Weights, cache, bridge and active KV are exact. Workspace and scoring are upper bounds on what lives beside them.
-"""
+"""Settings -> bytes at any length, headroom, the largest context. Imports torch only to simulate a new length."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from tidekv_cli.memory_model import MemoryModel
 from tidekv_cli.methods import Method
 from tidekv_cli.model_spec import ModelSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_TILE = 64  # scoring rounds key blocks up to whole tiles
+_LONGEST = 1 << 40
+_BUDGET_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """Everything that changes memory, in tokens; `budget_tokens` None keeps all. `window` is the selector's W."""
+    """Everything that changes memory, in tokens; `budget_tokens` None keeps all. `config` is a Hugging Face config."""
 
     spec: ModelSpec
     method: Method
@@ -25,11 +26,18 @@ class PlanSettings:
     chunk_size: int
     score_block: int
     budget_tokens: int | None
-    window: int
+    selector_settings: Mapping[str, int | str]
     max_new_tokens: int
     attention: str
     reserve_items: Mapping[str, int]
     free_bytes: int | None
+    config: Mapping[str, Any]
+    device_kind: str = "cpu"
+
+    @property
+    def window(self) -> int:
+        """The selector's observation window W, 0 where it has none."""
+        return int(self.selector_settings.get("window", 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,7 @@ class PlannedBytes:
 
     @property
     def peak(self) -> int:
-        """All items at once: an upper bound, since the chunk's workspace and scoring do not overlap."""
+        """Their sum."""
         parts = (self.weights, self.cache, self.bridge, self.active_kv, self.workspace, self.scoring)
         return sum(parts) + self.reserve
 
@@ -78,81 +86,68 @@ class Plan:
         return min(known, default=None)
 
 
-def make_plan(settings: PlanSettings, prompt_tokens: int) -> Plan:
-    """The plan for a prompt of `prompt_tokens`."""
-    return Plan(settings, prompt_tokens, planned_bytes(settings, prompt_tokens), largest_context(settings))
+class Planner:
+    """Answers for one set of settings. `directory` keeps simulated figures for the next process (None: nowhere)."""
+
+    def __init__(self, settings: PlanSettings, directory: Path | None = None) -> None:
+        self.settings = settings
+        self._directory = directory
+        self._model = MemoryModel(settings, directory)
+
+    def plan(self, prompt_tokens: int) -> Plan:
+        """The plan for a prompt of `prompt_tokens`."""
+        return Plan(self.settings, prompt_tokens, self.bytes(prompt_tokens), self.largest_context())
+
+    def bytes(self, length: int) -> PlannedBytes:
+        """Bytes by item for a prompt of `length` tokens, at the moment of the peak."""
+        settings = self.settings
+        return PlannedBytes(
+            **{
+                **self._model.peak(length),
+                "weights": settings.spec.parameters * ITEM_BYTES[settings.dtype],
+                "reserve": sum(settings.reserve_items.values()),
+            }
+        )
+
+    def fits(self, length: int) -> bool:
+        """Whether a prompt of `length` tokens does, as far as free memory is known."""
+        return self.settings.free_bytes is None or self.bytes(length).peak <= self.settings.free_bytes
+
+    def largest_context(self) -> int | None:
+        """The longest prompt whose peak is within free memory, 0 if none is; None where free memory is unknown."""
+        if self.settings.free_bytes is None:
+            return None
+        # With a matrix of logits every remainder of the chunk size has a line of its own: whole chunks are enough.
+        step = self.settings.chunk_size if self.settings.attention == "eager" else 1
+        first = -(-self._model.regime(0)[0] // step)  # above it there are lines, below it each length is simulated
+        low, most = (first, _LONGEST // step) if self.fits(first * step) else (0, first - 1)
+        return step * _last_true(lambda count: self.fits(count * step), low, most)
+
+    def largest_budget(self, prompt_tokens: int, least: int) -> int:
+        """The largest budget from `least` at which the prompt fits: all of it, or a multiple of 64; else `least`."""
+        if self._with_budget(prompt_tokens).fits(prompt_tokens):
+            return prompt_tokens
+        steps = _last_true(
+            lambda count: self._with_budget(count * _BUDGET_STEP).fits(prompt_tokens),
+            least // _BUDGET_STEP,
+            prompt_tokens // _BUDGET_STEP,
+        )
+        return max(steps * _BUDGET_STEP, least)
+
+    def _with_budget(self, tokens: int) -> Planner:
+        return Planner(replace(self.settings, budget_tokens=tokens), self._directory)
 
 
-def largest_context(settings: PlanSettings) -> int | None:
-    """The longest prompt whose peak is within free memory, 0 if none is; None where free memory is unknown."""
-    if settings.free_bytes is None:
-        return None
-    low, high = 0, 1
-    while planned_bytes(settings, high).peak <= settings.free_bytes and high < 1 << 40:
+def _last_true(holds: Callable[[int], bool], low: int, most: int) -> int:
+    """The last of low + 1 .. `most` that holds, `low` if none does; what holds for a number holds for those below."""
+    high = max(2 * low, 1)
+    while high <= most and holds(high):
         low, high = high, high * 2
+    high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        if planned_bytes(settings, middle).peak <= settings.free_bytes:
+        if holds(middle):
             low = middle
         else:
             high = middle
     return low
-
-
-def largest_budget(settings: PlanSettings, prompt_tokens: int) -> int:
-    """The largest budget, at most the whole prompt, at which the prompt fits; 0 if none does."""
-    low, high = 0, prompt_tokens + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        trial = replace(settings, budget_tokens=middle)
-        if settings.free_bytes is None or planned_bytes(trial, prompt_tokens).peak <= settings.free_bytes:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def planned_bytes(settings: PlanSettings, length: int) -> PlannedBytes:
-    """Bytes by item for a prompt of `length` tokens."""
-    spec, item = settings.spec, ITEM_BYTES[settings.dtype]
-    row = 2 * spec.kv_heads * spec.head_dim * item  # one token's K and V in one layer
-    kept = length if settings.budget_tokens is None else min(settings.budget_tokens, length)
-    return PlannedBytes(
-        weights=spec.parameters * item,
-        cache=spec.layers * (kept + settings.max_new_tokens) * row,
-        bridge=length * spec.hidden_size * item,
-        active_kv=length * row,
-        workspace=_workspace(settings, length),
-        scoring=_scoring(settings, length, kept),
-        reserve=sum(settings.reserve_items.values()),
-    )
-
-
-def _workspace(settings: PlanSettings, length: int) -> int:
-    """Activations of one chunk, at most: the larger of attention and MLP, and the logits of one token."""
-    spec, item = settings.spec, ITEM_BYTES[settings.dtype]
-    whole = settings.method.schedule == "oneshot"
-    rows = length if whole else min(settings.chunk_size, length)
-    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    widened = 8 if item < 4 else 0  # norms and merged attention are formed in float32
-    hidden = spec.hidden_size * (3 * item + widened)
-    mlp = hidden + 3 * spec.intermediate_size * item
-    attention = hidden + 5 * query * item + 4 * kv * item + query * widened + 12 * spec.heads
-    if settings.attention == "eager":  # the full matrix of logits, its exponential and its mask; float32 K and V
-        attention += 13 * spec.heads * length + 8 * kv * length // rows + 12 * query
-    tables = 2 * spec.head_dim * (item + 8) + 16
-    # In a whole-prompt layer K and V live beside the queries but the MLP runs after they are gone.
-    return rows * (max(mlp, attention) + tables) + spec.vocab_size * (item + 8) + spec.hidden_size * 16
-
-
-def _scoring(settings: PlanSettings, length: int, kept: int) -> int:
-    """Window queries, one block of logits, and the running top-k, at most."""
-    if kept >= length or not settings.window:
-        return 0
-    spec, window = settings.spec, settings.window
-    block = -(-min(settings.score_block, length) // _TILE) * _TILE
-    queries = spec.heads * window * (3 * spec.head_dim + 2) * 4
-    logits = spec.heads * window * block * 4
-    keys = 2 * spec.kv_heads * block * spec.head_dim * 4
-    ranked = spec.kv_heads * (kept + 3 * block) * 64  # two blocks wait for the choice while the third comes
-    return queries + logits + keys + ranked

@@ -85,11 +85,11 @@ class Reporter:
         table.add_column("bytes", justify="right")
         for name, count in (
             ("weights", planned.weights),
-            ("final cache", planned.cache),
+            ("cache at the peak", planned.cache),
             ("hidden bridge", planned.bridge),
             ("active-layer KV", planned.active_kv),
-            ("chunk workspace (bound)", planned.workspace),
-            ("scoring workspace (bound)", planned.scoring),
+            ("chunk workspace", planned.workspace),
+            ("scoring workspace", planned.scoring),
             ("reserve", planned.reserve),
             ("predicted peak", planned.peak),
         ):

@@ -25,12 +25,12 @@ from tidekv_cli.errors import (
 from tidekv_cli.kept_file import KeptFile
 from tidekv_cli.model_spec import ModelFiles, inspect_model
 from tidekv_cli.outcome import Outcome, outcome_document
-from tidekv_cli.plan import Plan, PlanSettings, largest_budget, make_plan
+from tidekv_cli.plan import Plan, Planner, PlanSettings
 from tidekv_cli.profile import Profile, find_profile
 from tidekv_cli.report import Reporter
 from tidekv_cli.request import EngineChoice, RunRequest, choose_settings, first_given
 from tidekv_cli.settings import load_settings
-from tidekv_cli.sources import resolve_model
+from tidekv_cli.sources import cache_directory, resolve_model
 from tidekv_cli.units import format_bytes, parse_bytes
 
 _PROFILE_OF_KIND = {"cpu": "cpu", "cuda": "generic-cuda"}
@@ -107,7 +107,7 @@ class Runner:
         length = len(prompt.token_ids)
         _check_vocabulary(files, prompt.token_ids)
         self._check_window(files, length, choice)
-        plan = make_plan(_with_budget(settings, choice, length), length)
+        plan = self._planner(settings, choice, length).plan(length)
         outcome = Outcome(
             model_name=name,
             model_source=str(files.path),
@@ -130,10 +130,21 @@ class Runner:
         """The longest prompt that both the window and the memory take."""
         window = settings.spec.context_window
         limits = [] if window is None or self._request.allow_beyond_window else [window - choice.max_new_tokens]
-        memory = make_plan(_with_budget(settings, choice, 1 << 40), 1).memory_context_tokens
+        memory = self._planner(settings, choice, None).largest_context()
         if memory is not None:
             limits.append(memory)
         return max(min(limits, default=1 << 62), 0)
+
+    def _planner(self, settings: PlanSettings, choice: EngineChoice, length: int | None) -> Planner:
+        """`full` keeps the whole prompt; `auto` as much of it as fits, at the least what the selector always keeps."""
+        directory = cache_directory(self._environment.environ) / "plans"
+        if choice.budget == "full":
+            settings = replace(settings, budget_tokens=None)
+        elif choice.budget == "auto":
+            least = choice.mandatory_tokens
+            tokens = Planner(settings, directory).largest_budget(length, least) if length is not None else least
+            settings = replace(settings, budget_tokens=tokens)
+        return Planner(settings, directory)
 
     def _check_window(self, files: ModelFiles, length: int, choice: EngineChoice) -> None:
         window, total = files.spec.context_window, length + choice.max_new_tokens
@@ -155,26 +166,18 @@ class Runner:
         """Load, prefill and stream; fills `outcome` as it goes."""
         import torch
 
+        from tidekv_cli.assembly import engine_settings, torch_dtype
         from tidekv_cli.engine.attention import choose_attention
-        from tidekv_cli.engine.budgets import Uniform
         from tidekv_cli.engine.meter import process_peak_bytes
-        from tidekv_cli.engine.prefill import PrefillSettings
         from tidekv_cli.engine.session import Session
         from tidekv_cli.loading import load_model
 
         request, choice, plan = self._request, outcome.choice, outcome.plan
         began = time.perf_counter()
-        settings = PrefillSettings(
-            schedule=choice.method.schedule,
-            selector=choice.selector.build(request.parameters),
-            policy=Uniform(plan.settings.budget_tokens or len(ids)),
-            attention=choose_attention(choice.attention, torch.device(outcome.device.kind)),
-            chunk_size=choice.chunk_size,
-            score_block=choice.score_block,
-            slack=choice.max_new_tokens,
-        )
+        attention = choose_attention(choice.attention, torch.device(outcome.device.kind))
+        settings = engine_settings(plan.settings, len(ids), attention)
         try:
-            loaded = load_model(files, getattr(torch, choice.dtype))
+            loaded = load_model(files, torch_dtype(plan.settings))
             session = Session(loaded.model, loaded.end_token_ids)
             outcome.load_s = time.perf_counter() - began
             began = time.perf_counter()
@@ -260,23 +263,14 @@ def _plan_settings(
         chunk_size=choice.chunk_size,
         score_block=choice.score_block,
         budget_tokens=choice.budget if isinstance(choice.budget, int) else None,
-        window=choice.window,
+        selector_settings=choice.selector_settings,
         max_new_tokens=choice.max_new_tokens,
         attention=choice.attention,
         reserve_items=profile.reserve,
         free_bytes=min(known, default=None),
+        config=files.config,
+        device_kind=device.kind,
     )
-
-
-def _with_budget(settings: PlanSettings, choice: EngineChoice, length: int) -> PlanSettings:
-    """`full` keeps the whole prompt; `auto` as much of it as fits, at least what the selector always keeps."""
-    if choice.budget == "full":
-        return replace(settings, budget_tokens=None)
-    if choice.budget != "auto":
-        return settings
-    least = choice.mandatory_tokens
-    most = largest_budget(settings, length) if length < 1 << 40 else least
-    return replace(settings, budget_tokens=max(most, least))
 
 
 def _does_not_fit(plan: Plan) -> DoesNotFitError:

@@ -1,41 +1,28 @@
 """The real engine on fake tensors: exact live bytes by item for any prompt length, without memory, weights or a GPU.
 
 Layers of one kind are alike, so four stand for all: the first, two in the middle, the last. Each layer more in the
-middle raises what comes after it by one layer's cache.
+middle raises what comes after it by what one layer leaves behind. So are chunks: of those in the middle none is run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tidekv_cli.assembly import engine_settings, torch_dtype
 from tidekv_cli.engine import ledger
 from tidekv_cli.engine.adapter import ModelAdapter
+from tidekv_cli.engine.attention import Attention, choose_attention
 from tidekv_cli.engine.decode import next_logits
 from tidekv_cli.engine.meter import LiveMeter
-from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings
+from tidekv_cli.engine.prefill import LayerMajorPrefill
+from tidekv_cli.plan import PlanSettings
 
 _LAYERS = 4
-_CUDA_GRANULARITY = 512  # torch's CUDA allocator rounds every block up to it
-
-
-@dataclass(frozen=True, slots=True)
-class Simulated:
-    """Live bytes by item (`ledger.ITEMS`) at the moment of the highest total, weights left out; `cache` when all is done."""
-
-    peak: Mapping[str, int]
-    cache: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """The highest total."""
-        return sum(self.peak.values())
 
 
 class FlashStandIn:
@@ -48,43 +35,52 @@ class FlashStandIn:
         return torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
 
 
-def simulate(
-    config: Mapping[str, Any], dtype: torch.dtype, settings: PrefillSettings, length: int, granularity: int = 1
-) -> Simulated:
-    """Live bytes of a prefill of `length` tokens and of the first decoding step after it.
+def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[dict[str, int]]:
+    """Live bytes by item at the peak of each phase of a prompt of `length` tokens, weights left out.
 
-    `config` is a Hugging Face config; `settings` are those of the real prefill. `granularity` is what the device's
-    allocator rounds a block up to, in bytes.
+    Phases are the first layer, two in the middle, the last, and the first decoding step; an eviction counts to the
+    phase after it. `granularity` is what the device's allocator rounds a block up to, in bytes.
     """
-    layers = int(config["num_hidden_layers"])
+    layers = settings.spec.layers
     few = min(layers, _LAYERS)
-    peaks: list[dict[str, int]] = []  # of each layer, its last eviction counted to the next
+    phases: list[dict[str, int]] = []
     with FakeTensorMode(), torch.device("cpu"), torch.no_grad():
-        model = _fake_model(config, few, dtype)
+        model = _fake_model(settings, few)
         ids = torch.zeros(1, length, dtype=torch.long)
         meter = LiveMeter(granularity)
         meter.watch([*model.parameters(), *model.buffers()])
         meter.watch([ids], ledger.WORKSPACE)
+        engine = engine_settings(settings, length, _attention(settings))
+        prefill = LayerMajorPrefill(ModelAdapter(model), ids, engine, lambda done, total: take(done))
+
+        def take(done: int) -> None:
+            _raise_to(phases, min((done - 1) // len(prefill.chunks), few - 1), meter.peak)
+            meter.restart_peak()
+
+        tail = prefill.last_chunks[-1][1] - max(settings.window, 1)
+        prefill.chunks, prefill.last_chunks = _unlike(prefill.chunks, tail), _unlike(prefill.last_chunks, tail)
         with meter:
-            prefill = LayerMajorPrefill(ModelAdapter(model), ids, settings, lambda done, total: take(done))
-            per_layer = prefill.chunks_per_layer
-
-            def take(done: int) -> None:
-                layer = min((done - 1) // per_layer, few - 1)
-                _raise_to(peaks, layer, meter.peak)
-                meter.restart_peak()
-
             prompt = prefill.run()
-            cache = meter.live[ledger.CACHE]
             next_logits(prefill.adapter, prompt, 0, length)
-            _raise_to(peaks, few, meter.peak)
+            _raise_to(phases, few, meter.peak)
     if layers > few:  # what one layer leaves behind, once for each layer that was left out
-        left = {item: peaks[2][item] - peaks[1][item] for item in ledger.ITEMS}
-        for peak in peaks[2:]:
+        left = {item: phases[2][item] - phases[1][item] for item in ledger.ITEMS}
+        for phase in phases[2:]:
             for item in ledger.ITEMS:
-                peak[item] += left[item] * (layers - few)
-    highest = max(peaks, key=lambda peak: sum(peak.values()))
-    return Simulated({**highest, ledger.WEIGHTS: 0}, cache // few * layers)
+                phase[item] += left[item] * (layers - few)
+    return [{**phase, ledger.WEIGHTS: 0} for phase in phases]
+
+
+def _attention(settings: PlanSettings) -> Attention:
+    if settings.device_kind == "cpu" or settings.attention == "eager":
+        return choose_attention(settings.attention, torch.device("cpu"))
+    return FlashStandIn()
+
+
+def _unlike(chunks: Sequence[tuple[int, int]], tail: int) -> list[tuple[int, int]]:
+    """The first chunk, the last two before `tail`, and all from there on: those left out allocate what these do."""
+    before = [chunk for chunk in chunks if chunk[1] <= tail]
+    return before[:1] + before[1:][-2:] + list(chunks[len(before) :])
 
 
 def _raise_to(peaks: list[dict[str, int]], layer: int, peak: Mapping[str, int]) -> None:
@@ -95,8 +91,9 @@ def _raise_to(peaks: list[dict[str, int]], layer: int, peak: Mapping[str, int]) 
         peaks[layer] = dict(peak)
 
 
-def _fake_model(config: Mapping[str, Any], layers: int, dtype: torch.dtype) -> PreTrainedModel:
-    values = {**config, "num_hidden_layers": layers, "attn_implementation": "eager"}
-    if config.get("layer_types"):
-        values["layer_types"] = list(config["layer_types"])[:layers]
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=dtype).eval()
+def _fake_model(settings: PlanSettings, layers: int) -> PreTrainedModel:
+    values = {**settings.config, "num_hidden_layers": layers, "attn_implementation": "eager"}
+    if values.get("layer_types"):
+        values["layer_types"] = list(values["layer_types"])[:layers]
+    config = AutoConfig.for_model(**values)
+    return AutoModelForCausalLM.from_config(config, dtype=torch_dtype(settings)).eval()

@@ -28,7 +28,7 @@ class ActiveKV:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._length = 0
-        self.keys_only = False
+        self._keys_only = False
         self.after_attention: Callable[[], None] | None = None
 
     @property
@@ -43,6 +43,10 @@ class ActiveKV:
         assert self._values is not None
         return self._values[:, :, : self._length]
 
+    def place(self, start: int, keys_only: bool) -> None:
+        """The next chunk begins at row `start`; `keys_only` if nothing after its keys and values is wanted."""
+        self._length, self._keys_only = start, keys_only
+
     def clear(self) -> None:
         """Ready for the next layer."""
         self._length = 0
@@ -55,7 +59,7 @@ class ActiveKV:
         self._values = self._stored(self._values, values)
         self._length += keys.shape[2]
         book(ACTIVE_KV, self._keys, self._values)
-        if self.keys_only:
+        if self._keys_only:
             raise KeysOnlyError
         return self.keys, self.values
 

@@ -69,27 +69,21 @@ class LayerMajorPrefill:
         # Nothing reads the last layer but the last token and the observation queries; before them K and V suffice.
         self._tail = self._length - max(window, 1)
         self._observer = Observer(window, self._length) if window else None
-        self._last_chunks = chunk_borders(
-            self._length, self._length if self._whole else settings.chunk_size, self._tail
-        )
-        self._chunks = [(0, self._length)] if self._whole else self._last_chunks
+        size = self._length if self._whole else settings.chunk_size
+        self.last_chunks = chunk_borders(self._length, size, self._tail)  # (start, stop) of each, in the last layer
+        self.chunks = [(0, self._length)] if self._whole else self.last_chunks  # in every other layer
         self._active = ActiveKV(settings.attention, self._observer, self._length, reused=not self._whole)
         self._bridge = Bridge(self._length)
         self._cache: list[DenseStore] = []
         self._kept: list[Tensor] = []
         self._scoring_s = 0.0
 
-    @property
-    def chunks_per_layer(self) -> int:
-        """Progress calls for each layer but the last."""
-        return len(self._chunks)
-
     @torch.no_grad()
     def run(self) -> Prefilled:
         """Prefill the prompt, leaving nothing alive but the result."""
         began = time.perf_counter()
         layers = len(self.adapter.layers)
-        chunks, cut = self._chunks, self._last_chunks
+        chunks, cut = self.chunks, self.last_chunks
         total = len(chunks) * (layers - 1) + len(cut)
         if self._whole:
             self._active.after_attention = self._evict
@@ -99,7 +93,7 @@ class LayerMajorPrefill:
             for layer in range(layers):
                 last = layer == layers - 1
                 for number, (start, stop) in enumerate(cut if last else chunks, 1):
-                    self._active.keys_only = last and stop <= self._tail
+                    self._active.place(start, keys_only=last and stop <= self._tail)
                     hidden = self._advance(layer, start, stop)
                     if hidden is not None and not last:
                         self._bridge.put(start, hidden)

@@ -1,0 +1,101 @@
+"""Bytes by item and phase at any prompt length: a few lengths simulated, kept on disk, and straight lines through them.
+
+At fixed settings each phase's peak is affine in the length S once S is past the budget, the blocks that wait for the
+top-k, and two chunks; below that the length itself is simulated. Imports torch only for a length not simulated yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tidekv_cli.plan import PlanSettings
+
+_FORMAT = 1
+_CUDA_GRANULARITY = 512  # torch's CUDA allocator rounds each block up to it
+_ONESHOT_STEP = 256
+Phases = list[dict[str, int]]
+
+
+class MemoryModel:
+    """Live bytes, weights left out, of one set of settings; each phase's items are those at its own peak."""
+
+    def __init__(self, settings: PlanSettings, directory: Path | None) -> None:
+        """`directory` keeps what was simulated; None keeps it for this object only."""
+        self._settings = settings
+        self._file = None if directory is None else directory / f"{_key(settings)}.json"
+        self._samples: dict[int, Phases] = {} if self._file is None else _read(self._file)
+
+    def peak(self, length: int) -> dict[str, int]:
+        """Bytes by item at the highest moment of a prompt of `length` tokens."""
+        return max(self.phases(length), key=lambda items: sum(items.values()))
+
+    def phases(self, length: int) -> Phases:
+        """Bytes by item at the peak of each phase: first layer, two in the middle, last layer, decoding."""
+        start, step = self.regime(length)
+        if length <= start:
+            return self._sampled(length)
+        below, above = self._sampled(start), self._sampled(start + step)
+        return [
+            {item: low[item] - (-(high[item] - low[item]) * (length - start) // step) for item in low}
+            for low, high in zip(below, above, strict=True)
+        ]
+
+    def regime(self, length: int) -> tuple[int, int]:
+        """Where the lines begin, and how far apart the two lengths are that they go through."""
+        settings = self._settings
+        step = _ONESHOT_STEP if settings.method.schedule == "oneshot" else settings.chunk_size
+        waiting = 4 * settings.score_block if settings.window else 0
+        start = (settings.budget_tokens or 0) + waiting + settings.window + 2 * step
+        # A matrix of logits grows with the keys of the last whole chunk, so it has a line for each remainder.
+        remainder = length if settings.attention == "eager" else 0
+        return start + (remainder - start) % step, step
+
+    def _sampled(self, length: int) -> Phases:
+        if length not in self._samples:
+            from tidekv_cli.simulate import simulate
+
+            granularity = 1 if self._settings.device_kind == "cpu" else _CUDA_GRANULARITY
+            self._samples[length] = simulate(self._settings, length, granularity)
+            if self._file is not None:
+                _write(self._file, self._samples)
+        return self._samples[length]
+
+
+def _key(settings: PlanSettings) -> str:
+    """Of everything that changes a simulated figure."""
+    values: dict[str, Any] = {
+        "format": _FORMAT,
+        "versions": [version(name) for name in ("tidekv-cli", "torch", "transformers")],
+        "config": dict(settings.config),
+        "method": [settings.method.schedule, settings.method.selector, settings.method.budget_policy],
+        "store": settings.method.kv_store,
+        "selector": dict(settings.selector_settings),
+        "sizes": [settings.chunk_size, settings.score_block, settings.budget_tokens, settings.max_new_tokens],
+        "how": [settings.dtype, settings.attention, settings.device_kind],
+    }
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _read(file: Path) -> dict[int, Phases]:
+    """What an earlier process simulated; a damaged file is as good as none."""
+    try:
+        return {int(length): phases for length, phases in json.loads(file.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _write(file: Path, samples: dict[int, Phases]) -> None:
+    """In one step; where there is no place to write, the next process simulates again."""
+    scratch = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(samples), encoding="utf-8")
+        os.replace(scratch, file)
+    except OSError:
+        return
