@@ -1,7 +1,7 @@
 """Bytes by item and phase at any prompt length: a few lengths simulated, kept on disk, and straight lines through them.
 
 At fixed settings each phase's peak is affine in the length S once S is past the budget, the blocks that wait for the
-top-k, and two chunks; below that the length itself is simulated. Imports torch only for a length not simulated yet.
+top-k, and three chunks; below that the length itself is simulated. Imports torch only for a length not simulated yet.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
+from fractions import Fraction
 from importlib.metadata import version
+from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
 _FORMAT = 1
 _CUDA_GRANULARITY = 512  # torch's CUDA allocator rounds each block up to it
 _ONESHOT_STEP = 256
+_OTHER_STORAGES = 64
 Phases = list[dict[str, int]]
 
 
@@ -33,38 +38,66 @@ class MemoryModel:
 
     def peak(self, length: int) -> dict[str, int]:
         """Bytes by item at the highest moment of a prompt of `length` tokens."""
-        return max(self.phases(length), key=lambda items: sum(items.values()))
+        items = dict(max(self.phases(length), key=lambda items: sum(items.values())))
+        if self._granularity > 1:  # between two lengths each storage may round up to one block more
+            items["workspace"] += self._granularity * (2 * self._settings.spec.layers + _OTHER_STORAGES)
+        return items
 
     def phases(self, length: int) -> Phases:
         """Bytes by item at the peak of each phase: first layer, two in the middle, last layer, decoding."""
         start, step = self.regime(length)
         if length <= start:
             return self._sampled(length)
-        below, above = self._sampled(start), self._sampled(start + step)
+        samples = [self._sampled(start + number * step) for number in range(self._degree + 1)]
+        ahead = Fraction(length - start, step)
         return [
-            {item: low[item] - (-(high[item] - low[item]) * (length - start) // step) for item in low}
-            for low, high in zip(below, above, strict=True)
+            {item: _extrapolated([sample[item] for sample in phase], ahead) for item in phase[0]}
+            for phase in zip(*samples, strict=True)
         ]
 
     def regime(self, length: int) -> tuple[int, int]:
-        """Where the lines begin, and how far apart the two lengths are that they go through."""
+        """Where the lines begin, and how far apart the lengths are that they go through."""
         settings = self._settings
-        step = _ONESHOT_STEP if settings.method.schedule == "oneshot" else settings.chunk_size
-        waiting = 4 * settings.score_block if settings.window else 0
-        start = (settings.budget_tokens or 0) + waiting + settings.window + 2 * step
+        step = _ONESHOT_STEP if self._whole else settings.chunk_size
+        # The top-k has held the most it ever does after one round of filling up and another.
+        waiting = 7 * settings.score_block if settings.window else 0
+        start = (settings.budget_tokens or 0) + waiting + settings.window + 3 * step
         # A matrix of logits grows with the keys of the last whole chunk, so it has a line for each remainder.
         remainder = length if settings.attention == "eager" else 0
         return start + (remainder - start) % step, step
+
+    @property
+    def _granularity(self) -> int:
+        return 1 if self._settings.device_kind == "cpu" else _CUDA_GRANULARITY
+
+    @property
+    def _whole(self) -> bool:
+        return self._settings.method.schedule == "oneshot"
+
+    @property
+    def _degree(self) -> int:
+        """2 where all logits of the prompt exist at once, else 1."""
+        return 2 if self._whole and self._settings.attention == "eager" else 1
 
     def _sampled(self, length: int) -> Phases:
         if length not in self._samples:
             from tidekv_cli.simulate import simulate
 
-            granularity = 1 if self._settings.device_kind == "cpu" else _CUDA_GRANULARITY
-            self._samples[length] = simulate(self._settings, length, granularity)
+            self._samples[length] = simulate(self._settings, length, self._granularity)
             if self._file is not None:
                 _write(self._file, self._samples)
         return self._samples[length]
+
+
+def _extrapolated(values: Sequence[int], ahead: Fraction) -> int:
+    """The polynomial through `values` at 0, 1, .. , at `ahead`, rounded up (Newton's forward differences)."""
+    total, factor = Fraction(0), Fraction(1)
+    differences = list(values)
+    for order in range(len(values)):
+        total += factor * differences[0]
+        differences = [b - a for a, b in pairwise(differences)]
+        factor *= (ahead - order) / (order + 1)
+    return ceil(total)
 
 
 def _key(settings: PlanSettings) -> str:
