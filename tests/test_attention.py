@@ -67,6 +67,6 @@ def test_merge_of_two_halves_is_the_whole() -> None:
 
 def test_choice() -> None:
     cpu = torch.device("cpu")
-    assert [choose_attention(name, cpu).name for name in ("auto", "sdpa", "eager")] == ["sdpa", "sdpa", "eager"]
+    assert [choose_attention(name, cpu).name for name in ("sdpa", "eager")] == ["sdpa", "eager"]
     with pytest.raises(UsageError, match="flash-attn"):
         choose_attention("flash-attn", cpu)

@@ -118,7 +118,7 @@ def test_stdin_closed_empty_and_terminal() -> None:
         (["-m", "nowhere/model.gguf"], 3, ["model.gguf"]),
         (["-m", "nobody/nothing", "--offline"], 3, ["--offline"]),
         (["--memory-limit", "600MiB"], 4, ["600.0 MiB", "--dtype bfloat16"]),
-        (["-n", "9000"], 5, ["8192", "--truncate"]),
+        (["-n", "9000"], 5, ["8192", "--max-new-tokens"]),
         (["-n", "9000", "--truncate", "tail"], 5, ["besides its documents"]),
         (["--kept", "/nonexistent/place/kept.npz"], 2, ["--kept"]),
     ],

@@ -92,11 +92,16 @@ def test_every_byte_comes_back() -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-@pytest.mark.parametrize("kind", ["default", "gpt-2"])
-def test_gpt2_keeps_numbers_whole(kind: str) -> None:
+def test_gpt2_keeps_numbers_whole() -> None:
+    assert built(ggml__pre="gpt-2").tokenize("12 1212") == ["12", "Ġ", "12", "12"]
+
+
+@pytest.mark.parametrize("kind", ["default", None])
+def test_no_rule_is_llama_cpps_default(kind: str | None) -> None:
+    """Marks and digits stand apart from words, digits in threes from the left."""
     tokenizer = built(ggml__pre=kind)
-    assert tokenizer.tokenize("12 1212") == ["12", "Ġ", "12", "12"]
-    assert built(ggml__pre=None).tokenize("12 1212") == ["12", "Ġ", "12", "12"]
+    words = [word for word, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 121212+(b 12's")]
+    assert words == ["a", "Ġ", "121", "212", "+(", "b", "Ġ", "12", "'", "s"]
 
 
 @pytest.mark.parametrize("kind", ["smollm", "starcoder", "refact", "codeshell", "command-r"])

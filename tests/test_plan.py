@@ -17,7 +17,7 @@ from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.session import Session
 from tidekv_cli.methods import SELECTORS, Method
 from tidekv_cli.model_spec import ModelSpec, spec_from_config
-from tidekv_cli.plan import PlanSettings, largest_budget, largest_context, make_plan, planned_bytes
+from tidekv_cli.plan import PlanSettings, largest_budget, largest_prompt, make_plan, planned_bytes
 
 LLAMA_8B = ModelSpec("LlamaForCausalLM", 32, 4096, 14336, 32, 8, 128, 128256, 131072, False)
 
@@ -110,12 +110,12 @@ def test_feasibility_is_monotonic() -> None:
             method=Method("m", draw.choice(["tide", "oneshot"]), "snapkv", "uniform", "dense", ""),
             free_bytes=draw.randrange(15 << 30, 64 << 30),
         )
-        most = largest_context(case)
+        most = largest_prompt(case)
         assert most is not None
         if most:
             assert make_plan(case, most).fits
         assert not make_plan(case, most + 1).fits
-        more = largest_context(replace(case, free_bytes=case.free_bytes + (1 << 30)))
+        more = largest_prompt(replace(case, free_bytes=case.free_bytes + (1 << 30)))
         assert more is not None and more >= most
         lengths = sorted(draw.randrange(1, 200_000) for _ in range(4))
         peaks = [planned_bytes(case, length).peak for length in lengths]

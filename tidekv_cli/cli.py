@@ -100,6 +100,8 @@ def _failed(error: TideError, arguments: Sequence[str], environment: Environment
             environment.write(json.dumps(error_document(error), ensure_ascii=False) + "\n")
     except BrokenPipeError:
         return ExitCode.CLOSED_PIPE
+    except UsageError:  # stdout is what failed
+        return error.code
     return error.code
 
 
@@ -115,7 +117,7 @@ def _flushed(stream: TextIO | None) -> int:
     try:
         if stream is not None:
             stream.flush()
-    except (BrokenPipeError, ValueError):
+    except (OSError, ValueError) as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno() if stream is not None else 1)
-        return ExitCode.CLOSED_PIPE
+        return ExitCode.CLOSED_PIPE if isinstance(error, (BrokenPipeError, ValueError)) else ExitCode.DONE
     return ExitCode.DONE

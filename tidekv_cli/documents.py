@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import InputError, UsageError
 
+ERRORS = ("strict", "replace", "ignore")
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -28,13 +30,11 @@ def read_documents(
     """
     try:
         codec = codecs.lookup(encoding).name
-        codecs.lookup_error(errors)
         "a".encode(codec)  # raises for what is no text encoding, base64 for example
-    except LookupError as error:
-        raise UsageError(
-            f"--encoding {encoding} with --errors {errors} is not known",
-            "use for example utf-8, latin-1 or utf-16, with strict, replace or ignore",
-        ) from error
+    except (LookupError, UnicodeError) as error:
+        raise UsageError(f"--encoding {encoding} is not known", "use for example utf-8, latin-1 or utf-16") from error
+    if errors not in ERRORS:
+        raise UsageError(f"--errors {errors} is not known", f"use one of {', '.join(ERRORS)}")
     if not paths and environment.stdin_is_terminal:
         raise UsageError("no document was given and stdin is a terminal", "name a file, or pipe text into tidekv run")
     if list(paths).count("-") > 1:
@@ -45,18 +45,18 @@ def read_documents(
 def _document(path: str, environment: Environment, codec: str, errors: str) -> Document:
     name = "stdin" if path == "-" else path
     raw = _stdin(environment) if path == "-" else _file(path)
-    if codec == "utf-8" and raw.startswith(codecs.BOM_UTF8):
-        raw = raw[len(codecs.BOM_UTF8) :]
+    mark = len(codecs.BOM_UTF8) if codec == "utf-8" and raw.startswith(codecs.BOM_UTF8) else 0
     try:
-        text = raw.decode(codec, errors)
+        text = raw[mark:].decode(codec, errors)
+        text.encode("utf-8")  # half a surrogate pair, which some encodings let through, is no text
     except UnicodeError as error:
-        where = f" at byte {error.start}" if isinstance(error, UnicodeDecodeError) else ""
+        where = f" at byte {mark + error.start}" if isinstance(error, UnicodeDecodeError) else ""
         raise InputError(
             f"{name} is no valid {codec}{where}",
             "say how it is encoded, for example --encoding latin-1, or use --errors replace",
         ) from error
     if not text.strip():
-        what = "is empty" if not raw else "holds only white space"
+        what = "is empty" if len(raw) == mark else "holds only white space"
         raise InputError(f"{name} {what}", "give a document with text")
     return Document(path, text)
 

@@ -12,12 +12,16 @@ from tidekv_cli.methods import Method
 from tidekv_cli.model_spec import ModelSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SMALL_CHUNK, _SMALL_BUDGET = 256, 256
 _TILE = 64  # scoring rounds key blocks up to whole tiles
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """Everything that changes memory, in tokens; `budget_tokens` None keeps all. `window` is the selector's W."""
+    """Everything that changes memory, in tokens; `budget_tokens` None keeps all. `window` is the selector's W.
+
+    `record_kept` holds every layer's kept positions to the end.
+    """
 
     spec: ModelSpec
     method: Method
@@ -30,6 +34,7 @@ class PlanSettings:
     attention: str
     reserve_items: Mapping[str, int]
     free_bytes: int | None
+    record_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class Plan:
     settings: PlanSettings
     prompt_tokens: int
     bytes: PlannedBytes
-    memory_context_tokens: int | None
+    memory_prompt_tokens: int | None
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -73,17 +78,23 @@ class Plan:
 
     @property
     def max_context_tokens(self) -> int | None:
-        """The longest prompt that fits the memory and the model's window."""
+        """The most tokens, prompt and new ones together, that fit the memory and the model's window."""
         known = [n for n in (self.memory_context_tokens, self.settings.spec.context_window) if n is not None]
         return min(known, default=None)
+
+    @property
+    def memory_context_tokens(self) -> int | None:
+        """The same by memory alone; 0 where not even a prompt of one token fits."""
+        prompt = self.memory_prompt_tokens
+        return prompt if not prompt else prompt + self.settings.max_new_tokens
 
 
 def make_plan(settings: PlanSettings, prompt_tokens: int) -> Plan:
     """The plan for a prompt of `prompt_tokens`."""
-    return Plan(settings, prompt_tokens, planned_bytes(settings, prompt_tokens), largest_context(settings))
+    return Plan(settings, prompt_tokens, planned_bytes(settings, prompt_tokens), largest_prompt(settings))
 
 
-def largest_context(settings: PlanSettings) -> int | None:
+def largest_prompt(settings: PlanSettings) -> int | None:
     """The longest prompt whose peak is within free memory, 0 if none is; None where free memory is unknown."""
     if settings.free_bytes is None:
         return None
@@ -112,6 +123,23 @@ def largest_budget(settings: PlanSettings, prompt_tokens: int) -> int:
     return low
 
 
+def best_change(settings: PlanSettings, prompt_tokens: int) -> tuple[str, int]:
+    """The one flag that lowers the peak of this prompt most, and the peak in bytes that it gives."""
+    changes = {
+        "--schedule tide": replace(settings, method=replace(settings.method, schedule="tide")),
+        "--dtype bfloat16": replace(settings, dtype="bfloat16"),
+        f"--chunk-size {_SMALL_CHUNK}": replace(settings, chunk_size=min(settings.chunk_size, _SMALL_CHUNK)),
+        f"--budget {_SMALL_BUDGET}": replace(
+            settings, budget_tokens=min(settings.budget_tokens or prompt_tokens, _SMALL_BUDGET)
+        ),
+    }
+    if not settings.window:  # what keeps everything has no budget
+        changes = {flag: changed for flag, changed in changes.items() if settings.budget_tokens or "budget" not in flag}
+    peaks = {flag: planned_bytes(changed, prompt_tokens).peak for flag, changed in changes.items()}
+    flag = min(peaks, key=lambda name: peaks[name])
+    return flag, peaks[flag]
+
+
 def planned_bytes(settings: PlanSettings, length: int) -> PlannedBytes:
     """Bytes by item for a prompt of `length` tokens."""
     spec, item = settings.spec, ITEM_BYTES[settings.dtype]
@@ -119,7 +147,7 @@ def planned_bytes(settings: PlanSettings, length: int) -> PlannedBytes:
     kept = length if settings.budget_tokens is None else min(settings.budget_tokens, length)
     return PlannedBytes(
         weights=spec.parameters * item,
-        cache=spec.layers * (kept + settings.max_new_tokens) * row,
+        cache=spec.layers * ((kept + settings.max_new_tokens) * row + settings.record_kept * spec.kv_heads * kept * 8),
         bridge=length * spec.hidden_size * item,
         active_kv=length * row,
         workspace=_workspace(settings, length),
@@ -139,7 +167,7 @@ def _workspace(settings: PlanSettings, length: int) -> int:
     mlp = hidden + 3 * spec.intermediate_size * item
     attention = hidden + 5 * query * item + 4 * kv * item + query * widened + 12 * spec.heads
     if settings.attention == "eager":  # the full matrix of logits, its exponential and its mask; float32 K and V
-        attention += 13 * spec.heads * length + 8 * kv * length // rows + 12 * query
+        attention += 13 * spec.heads * length + (8 * kv + 16) * length // rows + 12 * query
     tables = 2 * spec.head_dim * (item + 8) + 16
     # In a whole-prompt layer K and V live beside the queries but the MLP runs after they are gone.
     return rows * (max(mlp, attention) + tables) + spec.vocab_size * (item + 8) + spec.hidden_size * 16
@@ -147,7 +175,7 @@ def _workspace(settings: PlanSettings, length: int) -> int:
 
 def _scoring(settings: PlanSettings, length: int, kept: int) -> int:
     """Window queries, one block of logits, and the running top-k, at most."""
-    if kept >= length or not settings.window:
+    if not settings.window:
         return 0
     spec, window = settings.spec, settings.window
     block = -(-min(settings.score_block, length) // _TILE) * _TILE

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from tidekv_cli.documents import Document
@@ -39,6 +40,7 @@ def build_prompt(
 
     Raises `UsageError` where the template refuses, for example a system message that it has no place for.
     """
+    stripped = 0  # characters that the template takes away at the front
     body = _SEPARATOR.join([d.text for d in documents] + ([question] if question else []))
     if raw or not getattr(tokenizer, "chat_template", None):
         if system:
@@ -49,6 +51,7 @@ def build_prompt(
         before, after, trims = _template(tokenizer, system, template_arguments or {})
         start_ids = []
         if trims:
+            stripped = len(body) - len(body.lstrip())
             body = body.strip()
     pieces = _pieces(tokenizer, before, body, after)
     ids, starts = list(start_ids), [-1] * len(start_ids)
@@ -62,16 +65,17 @@ def build_prompt(
         )
         ids += encoded["input_ids"]
         starts += [offset + begin for begin, _ in encoded["offset_mapping"]]
-    return _with_spans(ids, starts, documents, len(before), body)
+    lengths = [len(document.text) + len(_SEPARATOR) for document in documents]
+    borders = [min(max(end - stripped, 0), len(body)) + len(before) for end in accumulate(lengths)]
+    return _with_spans(ids, starts, len(before), borders)
 
 
-def _with_spans(ids: list[int], starts: list[int], documents: Sequence[Document], base: int, body: str) -> Prompt:
-    """Count the tokens that begin inside each document."""
+def _with_spans(ids: list[int], starts: list[int], base: int, borders: Sequence[int]) -> Prompt:
+    """Count the tokens that begin inside each document: from `base`, or where the one before ends, to its border."""
     counts: list[int] = []
     place = base
     first, stop = len(ids), 0
-    for document in documents:
-        end = min(place + len(document.text) + len(_SEPARATOR), base + len(body))
+    for end in borders:
         inside = [index for index, start in enumerate(starts) if place <= start < end]
         counts.append(len(inside))
         if inside:

@@ -15,6 +15,7 @@ from tidekv_cli.environment import Environment
 from tidekv_cli.errors import (
     DoesNotFitError,
     ExitCode,
+    Interrupted,
     MemoryExhaustedError,
     ModelError,
     TideError,
@@ -25,10 +26,10 @@ from tidekv_cli.errors import (
 from tidekv_cli.kept_file import KeptFile
 from tidekv_cli.model_spec import ModelFiles, inspect_model
 from tidekv_cli.outcome import Outcome, outcome_document
-from tidekv_cli.plan import Plan, PlanSettings, largest_budget, make_plan
+from tidekv_cli.plan import Plan, PlanSettings, best_change, largest_budget, make_plan
 from tidekv_cli.profile import Profile, find_profile
 from tidekv_cli.report import Reporter
-from tidekv_cli.request import EngineChoice, RunRequest, choose_settings, first_given
+from tidekv_cli.request import EngineChoice, RunRequest, check_budget, choose_settings, first_given
 from tidekv_cli.settings import load_settings
 from tidekv_cli.sources import resolve_model
 from tidekv_cli.units import format_bytes, parse_bytes
@@ -56,7 +57,7 @@ class Runner:
         profile = find_profile(
             first_given(request.profile, config.get("profile"), _PROFILE_OF_KIND[device.kind]), environ
         )
-        choice = choose_settings(request, config, profile)
+        choice = choose_settings(request, config, profile, device.kind)
         limit = parse_bytes(request.memory_limit, "--memory-limit") if request.memory_limit is not None else None
         sampling = SamplingSettings(request.temperature, request.top_p, request.seed)
         if request.kept is not None:
@@ -74,6 +75,7 @@ class Runner:
         except KeyboardInterrupt:
             outcome.finish_reason = "interrupted"
             self._end(outcome)
+            self._reporter.error(Interrupted("interrupted", "start it again"))
             return ExitCode.INTERRUPTED
         return self._end(outcome)
 
@@ -92,22 +94,27 @@ class Runner:
         from tidekv_cli.prompt import build_prompt, truncate
 
         request = self._request
-        choice.selector.build(request.parameters)  # refuses impossible values before anything is reported
+        selector = choice.selector.build(request.parameters)
+        check_budget(choice, selector.mandatory_tokens)
         tokenizer = load_tokenizer(files)
         if not request.raw and not getattr(tokenizer, "chat_template", None):
             self._warn("the model has no chat template; the prompt is given to it as it is")
         prompt = build_prompt(
             tokenizer, documents, request.prompt, request.system, request.raw, request.template_arguments
         )
-        settings = _plan_settings(files, profile, choice, device, limit)
-        allowed = self._allowed_tokens(settings, choice)
-        if request.truncate != "error" and len(prompt.token_ids) > allowed:
-            prompt = truncate(prompt, allowed, request.truncate)
-            self._warn(f"{prompt.truncated_tokens} document tokens were dropped ({request.truncate})")
-        length = len(prompt.token_ids)
         _check_vocabulary(files, prompt.token_ids)
-        self._check_window(files, length, choice)
-        plan = make_plan(_with_budget(settings, choice, length), length)
+        settings = self._plan_settings(files, profile, choice, device, limit, selector.window)
+        plan = _plan(settings, choice, len(prompt.token_ids), selector.mandatory_tokens)
+        allowed = min(self._window_left(settings), _or_no_limit(plan.memory_prompt_tokens))
+        if request.truncate != "error" and len(prompt.token_ids) > allowed:
+            try:
+                prompt = truncate(prompt, allowed, request.truncate)
+            except WindowError:  # nothing of the documents would be left
+                if allowed < self._window_left(settings):
+                    raise _does_not_fit(plan) from None
+                raise
+            self._warn(f"{prompt.truncated_tokens} document tokens were dropped ({request.truncate})")
+            plan = _plan(settings, choice, len(prompt.token_ids), selector.mandatory_tokens)
         outcome = Outcome(
             model_name=name,
             model_source=str(files.path),
@@ -116,37 +123,57 @@ class Runner:
             choice=choice,
             plan=plan,
             document_tokens=[(d.path, n) for d, n in zip(documents, prompt.document_tokens, strict=True)],
-            prompt_tokens=length,
+            prompt_tokens=len(prompt.token_ids),
             truncated_tokens=prompt.truncated_tokens,
             warnings=self._warnings,
         )
-        if not plan.fits:
+        try:
+            self._check_window(plan)
+            if not plan.fits:
+                raise _does_not_fit(plan)
+        except TideError:
             if request.dry_run:
                 self._reporter.plan(outcome)
-            raise _does_not_fit(plan)
+            raise
         return outcome, prompt.token_ids, tokenizer
 
-    def _allowed_tokens(self, settings: PlanSettings, choice: EngineChoice) -> int:
-        """The longest prompt that both the window and the memory take."""
-        window = settings.spec.context_window
-        limits = [] if window is None or self._request.allow_beyond_window else [window - choice.max_new_tokens]
-        memory = make_plan(_with_budget(settings, choice, 1 << 40), 1).memory_context_tokens
-        if memory is not None:
-            limits.append(memory)
-        return max(min(limits, default=1 << 62), 0)
+    def _plan_settings(
+        self, files: ModelFiles, profile: Profile, choice: EngineChoice, device: Device, limit: int | None, window: int
+    ) -> PlanSettings:
+        known = [amount for amount in (device.free_bytes, limit) if amount is not None]
+        return PlanSettings(
+            spec=files.spec,
+            method=choice.method,
+            dtype=choice.dtype,
+            chunk_size=choice.chunk_size,
+            score_block=choice.score_block,
+            budget_tokens=choice.budget if isinstance(choice.budget, int) else None,
+            window=window,
+            max_new_tokens=choice.max_new_tokens,
+            attention=choice.attention,
+            reserve_items=profile.reserve,
+            free_bytes=min(known, default=None),
+            record_kept=self._request.kept is not None,
+        )
 
-    def _check_window(self, files: ModelFiles, length: int, choice: EngineChoice) -> None:
-        window, total = files.spec.context_window, length + choice.max_new_tokens
+    def _window_left(self, settings: PlanSettings) -> int:
+        """The longest prompt that the model's window takes."""
+        window = None if self._request.allow_beyond_window else settings.spec.context_window
+        return max(_or_no_limit(window) - settings.max_new_tokens, 0)
+
+    def _check_window(self, plan: Plan) -> None:
+        window, new = plan.settings.spec.context_window, plan.settings.max_new_tokens
+        total = plan.prompt_tokens + new
         if window is None or total <= window:
             return
         message = (
-            f"the prompt's {length} tokens and {choice.max_new_tokens} new ones are {total},"
+            f"the prompt's {plan.prompt_tokens} tokens and {new} new ones are {total},"
             f" more than the model's window of {window}"
         )
         if not self._request.allow_beyond_window:
-            raise WindowError(
-                message, "use --truncate middle, fewer --max-new-tokens, or --allow-beyond-window to try anyway"
-            )
+            ways = ["--truncate middle"] if new < window else []
+            ways += ["fewer --max-new-tokens"] if plan.prompt_tokens < window else []
+            raise WindowError(message, f"use {', '.join(ways)} or --allow-beyond-window to try anyway")
         self._warn(message)
 
     def _generate(
@@ -172,6 +199,7 @@ class Runner:
             chunk_size=choice.chunk_size,
             score_block=choice.score_block,
             slack=choice.max_new_tokens,
+            record_kept=request.kept is not None,
         )
         try:
             loaded = load_model(files, getattr(torch, choice.dtype))
@@ -218,11 +246,12 @@ class Runner:
                 if outcome.answer_tokens == outcome.choice.max_new_tokens:
                     outcome.finish_reason = "length"
         except KeyboardInterrupt:
-            self._show(outcome, stream.close())
-            if self._streaming:
-                self._environment.write("\n")
+            self._finish_text(outcome, stream.close())
             raise
-        self._show(outcome, stream.close())
+        self._finish_text(outcome, stream.close())
+
+    def _finish_text(self, outcome: Outcome, rest: str) -> None:
+        self._show(outcome, rest)
         if self._streaming:
             self._environment.write("\n")
         elif not self._request.json:
@@ -249,47 +278,34 @@ class Runner:
         return ExitCode.DONE
 
 
-def _plan_settings(
-    files: ModelFiles, profile: Profile, choice: EngineChoice, device: Device, limit: int | None
-) -> PlanSettings:
-    known = [amount for amount in (device.free_bytes, limit) if amount is not None]
-    return PlanSettings(
-        spec=files.spec,
-        method=choice.method,
-        dtype=choice.dtype,
-        chunk_size=choice.chunk_size,
-        score_block=choice.score_block,
-        budget_tokens=choice.budget if isinstance(choice.budget, int) else None,
-        window=choice.window,
-        max_new_tokens=choice.max_new_tokens,
-        attention=choice.attention,
-        reserve_items=profile.reserve,
-        free_bytes=min(known, default=None),
-    )
-
-
-def _with_budget(settings: PlanSettings, choice: EngineChoice, length: int) -> PlanSettings:
-    """`full` keeps the whole prompt; `auto` as much of it as fits, at least what the selector always keeps."""
+def _plan(settings: PlanSettings, choice: EngineChoice, length: int, least: int) -> Plan:
+    """`full` keeps the whole prompt; `auto` as much of it as fits, at least the `least` that the selector keeps."""
     if choice.budget == "full":
-        return replace(settings, budget_tokens=None)
+        settings = replace(settings, budget_tokens=None)
     if choice.budget != "auto":
-        return settings
-    least = choice.mandatory_tokens
-    most = largest_budget(settings, length) if length < 1 << 40 else least
-    return replace(settings, budget_tokens=max(most, least))
+        return make_plan(settings, length)
+    settings = replace(settings, budget_tokens=least)
+    most = max(largest_budget(settings, length), least)
+    longest = make_plan(settings, length).memory_prompt_tokens  # at that least budget
+    return replace(make_plan(replace(settings, budget_tokens=most), length), memory_prompt_tokens=longest)
+
+
+def _or_no_limit(tokens: int | None) -> int:
+    return 1 << 62 if tokens is None else tokens
 
 
 def _does_not_fit(plan: Plan) -> DoesNotFitError:
     settings = plan.settings
-    most = plan.max_context_tokens or 0
-    way = "--dtype bfloat16" if settings.dtype == "float32" else "a smaller --budget or --chunk-size"
-    if settings.method.schedule == "oneshot":
-        way = "--schedule tide"
-    shorten = ", and --truncate shortens the document" if most else ""
-    context = f"at most {most} tokens fit at this setting" if most else "no context fits at this setting"
+    flag, peak = best_change(settings, plan.prompt_tokens)
+    longest = plan.memory_prompt_tokens
+    shorten = f"; at this setting a prompt of {longest} tokens fits (--truncate)" if longest else ""
+    enough = (
+        "fits" if settings.free_bytes is not None and peak <= settings.free_bytes else "helps most but is not enough"
+    )
+    way = "no single flag helps" if peak >= plan.bytes.peak else f"{flag} {enough}, with {format_bytes(peak)}"
     return DoesNotFitError(
         f"the predicted peak {format_bytes(plan.bytes.peak)} exceeds the {format_bytes(settings.free_bytes)} free",
-        f"{context}; {way} helps most{shorten}",
+        f"{way}{shorten or '; no prompt fits at this setting'}",
     )
 
 

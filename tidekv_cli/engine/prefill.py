@@ -29,7 +29,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class PrefillSettings:
-    """One point on the axes, in tokens: C, b_s, and `slack` rows for tokens to come."""
+    """One point on the axes, in tokens: C, b_s, and `slack` rows for tokens to come; whether kept positions stay."""
 
     schedule: str
     selector: Selector
@@ -38,11 +38,16 @@ class PrefillSettings:
     chunk_size: int
     score_block: int
     slack: int
+    record_kept: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A compact cache with one store a layer, what was kept, the next token's logits [V], and the time it took."""
+    """A compact cache with one store a layer, and the next token's logits [V] in float32. Generated from once only.
+
+    `kept` holds each layer's positions [Hkv, K], int64, ascending, where they were asked for. Times are in seconds;
+    `scoring_s` is choosing what stays and gathering it.
+    """
 
     cache: list[DenseStore]
     kept: list[Tensor]
@@ -115,7 +120,8 @@ class LayerMajorPrefill:
         settings, active = self._settings, self._active
         budget = min(settings.policy.layer_budget(len(self._cache)), self._length)
         selection = self._select(budget)
-        self._kept.append(selection.indices)
+        if settings.record_kept:
+            self._kept.append(selection.indices)
         self._cache.append(
             DenseStore(active.keys, active.values, selection.indices, settings.slack, settings.attention)
         )
