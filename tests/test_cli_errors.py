@@ -35,12 +35,18 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         ("latin.txt", b"caf\xe9 au lait", ["latin.txt", "utf-8", "byte 3", "--encoding"]),
         ("cut.txt", "né".encode()[:2], ["byte 1"]),
         ("bom.txt", b"\xef\xbb\xbf", ["is empty"]),
+        ("bom-latin.txt", b"\xef\xbb\xbfa\xff", ["byte 4"]),
     ],
 )
 def test_documents_that_cannot_be_used(tmp_path: Path, name: str, content: bytes, words: list[str]) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     run_cli("run", str(path)).assert_error(6, *words)
+
+
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "half.txt").write_text("a \\ud800 b")
+    run_cli("run", str(tmp_path / "half.txt"), "--encoding", "unicode_escape").assert_error(6, "half.txt")
 
 
 def test_missing_file_directory_and_odd_names(tmp_path: Path) -> None:
@@ -108,6 +114,11 @@ def test_stdin_closed_empty_and_terminal() -> None:
         (["--encoding", "klingon"], 2, ["klingon"]),
         (["--encoding", "base64"], 2, ["base64"]),
         (["--errors", "shrug"], 2, ["shrug"]),
+        (["--errors", "surrogateescape"], 2, ["surrogateescape", "replace"]),
+        (["--errors", "xmlcharrefreplace"], 2, ["xmlcharrefreplace"]),
+        (["--encoding", "undefined"], 2, ["undefined"]),
+        (["-p", "caf\udce9"], 2, ["--prompt", "UTF-8"]),
+        (["--stop", ""], 2, ["--stop"]),
         (["--memory-limit", "lots"], 2, ["lots"]),
         (["--profile", "toaster"], 2, ["toaster", "cpu"]),
         (["--device", "cuda"], 8, ["cuda"]),
@@ -118,6 +129,9 @@ def test_stdin_closed_empty_and_terminal() -> None:
         (["-m", "nowhere/model.gguf"], 3, ["model.gguf"]),
         (["-m", "nobody/nothing", "--offline"], 3, ["--offline"]),
         (["--memory-limit", "600MiB"], 4, ["600.0 MiB", "--dtype bfloat16"]),
+        (["--memory-limit", "600MiB", "--truncate", "middle"], 4, ["600.0 MiB", "no prompt fits"]),
+        (["--memory-limit", "1GiB", "--truncate", "tail", "--dry-run"], 4, ["--dtype bfloat16", "weights"]),
+        (["--memory-limit", "6", "--dtype", "bfloat16"], 4, ["no single flag helps"]),
         (["-n", "9000"], 5, ["8192", "--max-new-tokens"]),
         (["-n", "9000", "--truncate", "tail"], 5, ["besides its documents"]),
         (["--kept", "/nonexistent/place/kept.npz"], 2, ["--kept"]),

@@ -76,8 +76,11 @@ def test_the_methods_order() -> None:
 def test_auto_is_the_profiles_first() -> None:
     assert settle({"attention": "eager"}, attention="auto").attention == CPU.attention[0]
     assert settle({"dtype": "bfloat16"}, dtype="auto").dtype == CPU.dtype
-    assert settle(profile=CUDA).attention == "flash-attn" and settle(profile=CUDA).dtype == "bfloat16"
-    assert settle(profile=CUDA, attention="flash-attn", dtype="float16").attention == "flash-attn"
+    assert (
+        settle(profile=CUDA, device_kind="cuda").attention == "flash-attn"
+        and settle(profile=CUDA, device_kind="cuda").dtype == "bfloat16"
+    )
+    assert settle(profile=CUDA, device_kind="cuda", attention="flash-attn", dtype="float16").attention == "flash-attn"
 
 
 @pytest.mark.parametrize("budget", ["full", "auto"])

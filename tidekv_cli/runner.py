@@ -110,11 +110,11 @@ class Runner:
             try:
                 prompt = truncate(prompt, allowed, request.truncate)
             except WindowError:  # nothing of the documents would be left
-                if allowed < self._window_left(settings):
-                    raise _does_not_fit(plan) from None
-                raise
-            self._warn(f"{prompt.truncated_tokens} document tokens were dropped ({request.truncate})")
-            plan = _plan(settings, choice, len(prompt.token_ids), selector.mandatory_tokens)
+                if allowed == self._window_left(settings):
+                    raise
+            else:
+                self._warn(f"{prompt.truncated_tokens} document tokens were dropped ({request.truncate})")
+                plan = _plan(settings, choice, len(prompt.token_ids), selector.mandatory_tokens)
         outcome = Outcome(
             model_name=name,
             model_source=str(files.path),
@@ -128,9 +128,9 @@ class Runner:
             warnings=self._warnings,
         )
         try:
-            self._check_window(plan)
             if not plan.fits:
                 raise _does_not_fit(plan)
+            self._check_window(plan)
         except TideError:
             if request.dry_run:
                 self._reporter.plan(outcome)
