@@ -44,6 +44,38 @@ def test_documents_that_cannot_be_used(tmp_path: Path, name: str, content: bytes
     run_cli("run", str(path)).assert_error(6, *words)
 
 
+def test_kept_never_overwrites_what_is_read(document: str, tmp_path: Path, embedded_path: Path) -> None:
+    before = Path(document).read_bytes()
+    link = tmp_path / "link.npz"
+    link.symlink_to(document)
+    for name in (document, str(link)):
+        run_cli("run", document, "--kept", name).assert_error(2, "overwrite")
+    assert Path(document).read_bytes() == before
+    model = tmp_path / "model.gguf"
+    model.symlink_to(embedded_path)
+    run_cli("run", document, "-m", str(model), "--kept", str(model)).assert_error(2, "overwrite")
+
+
+def test_a_document_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidekv_cli.documents._LONGEST", 1 << 20)
+    run_cli("run", "/dev/zero").assert_error(6, "/dev/zero", "longer")
+    run_cli("run", stdin=b"x" * (1 << 21)).assert_error(6, "stdin", "longer")
+
+
+def test_json_is_asked_for_by_the_flag_alone(document: str) -> None:
+    assert run_cli("run", "--json", "nowhere.txt").document["error"]["code"] == 6
+    assert run_cli("run", "nowhere.txt", "-p", "--json").out == ""
+    assert run_cli("run", "--", "--json").out == ""
+
+
+def test_memory_that_runs_out_before_the_model_is_loaded(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("tidekv_cli.runner.read_documents", exhausted)
+    run_cli("run", document).assert_error(7, "memory ran out")
+
+
 def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "half.txt").write_text("a \\ud800 b")
     run_cli("run", str(tmp_path / "half.txt"), "--encoding", "unicode_escape").assert_error(6, "half.txt")
@@ -98,6 +130,12 @@ def test_stdin_closed_empty_and_terminal() -> None:
         (["--profile", "~nosuchuser/p.yaml"], 2, ["~nosuchuser/p.yaml"]),
         (["--memory-limit", ""], 2, ["--memory-limit"]),
         (["--kept", ""], 2, ["--kept"]),
+        (["--kept", "/dev/null"], 2, ["no file"]),
+        (["--template-arg", "a"], 2, ["--template-arg"]),
+        (["--template-arg", "tokenize=true"], 2, ["tokenize"]),
+        (["--template-arg", "tools=1"], 2, ["tools"]),
+        (["--encoding", "\udcff"], 2, ["--encoding"]),
+        (["--errors", "\udcff"], 2, ["--errors"]),
         (["--kept", "x" * 5000], 2, ["--kept"]),
         (["-m", ""], 3, ["no model called ''"]),
         (["--set", "sinks=-1"], 2, ["sinks=-1"]),

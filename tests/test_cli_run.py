@@ -219,6 +219,20 @@ def test_full_devices(document: str) -> None:
     assert (Path(document).parent / "out.txt").read_text(encoding="utf-8").strip()
 
 
+def test_a_kept_file_that_cannot_be_written_after_all_costs_no_answer(
+    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    whole = run_cli("run", document, *QUESTION, "-n", "4", "-q")
+    monkeypatch.setattr("numpy.savez", full)
+    result = run_cli("run", document, *QUESTION, "-n", "4", "--json", "--kept", str(tmp_path / "kept.npz"))
+    assert result.code == 2 and "No space left" in result.err
+    assert result.document["result"]["text"] + "\n" == whole.out and "--kept" in result.document["warnings"][0]
+    assert [path.name for path in tmp_path.iterdir()] == ["harbour.txt"]
+
+
 @pytest.mark.slow
 def test_real_pipes(document: str) -> None:
     command = f"{sys.executable} -m tidekv_cli run {document} -n 40 2>err.txt | head -c 20; echo ${{PIPESTATUS[0]}}"

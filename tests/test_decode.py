@@ -51,6 +51,12 @@ def test_logits_that_are_no_numbers(settings: SamplingSettings, bad: float) -> N
     assert set(chosen(settings, torch.tensor([0.0, float("-inf"), -float("inf")]), 5)) == {0}
 
 
+def test_a_tiny_top_p_takes_the_best() -> None:
+    logits = torch.tensor([0.0, 3.0, 2.9])
+    for top_p in (1e-12, 1e-300, 5e-324):
+        assert set(chosen(SamplingSettings(1.0, top_p, 0), logits, 20)) == {1}
+
+
 def test_seed_repeats() -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
     assert chosen(SamplingSettings(1.0, 0.9, 7), logits) == chosen(SamplingSettings(1.0, 0.9, 7), logits)

@@ -1,10 +1,8 @@
-"""The exception tree, the exit codes, and the README's table of them."""
+"""The exception tree, the exit codes."""
 
 from __future__ import annotations
 
 import errno
-import re
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,6 @@ from tidekv_cli import errors
 from tidekv_cli.errors import ExitCode, TideError, is_out_of_memory
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TideError)]
-README = Path(__file__).parent.parent / "README.md"
 
 
 def test_each_kind_has_a_code_and_a_name_of_its_own() -> None:
@@ -25,12 +22,6 @@ def test_message_and_hint_are_one_line_each(kind: type[TideError]) -> None:
     error = kind("first\nsecond\t third ", " do\r\nthis ")
     assert (error.message, error.hint) == ("first second third", "do this")
     assert isinstance(error, Exception) and "first" in str(error)
-
-
-def test_the_readme_lists_every_code() -> None:
-    table = re.findall(r"^\| ([\d, ]+) \| .+ \|$", README.read_text(encoding="utf-8"), re.MULTILINE)
-    listed = [int(number) for cell in table for number in cell.split(",")]
-    assert sorted(listed) == sorted(ExitCode)
 
 
 @pytest.mark.parametrize(

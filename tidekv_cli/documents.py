@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import InputError, UsageError
+from tidekv_cli.units import format_bytes
 
 ERRORS = ("strict", "replace", "ignore")
+_LONGEST = 1 << 30  # bytes; what goes on without end must not fill the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ def read_documents(
 def _document(path: str, environment: Environment, codec: str, errors: str) -> Document:
     name = "stdin" if path == "-" else path
     raw = _stdin(environment) if path == "-" else _file(path)
+    if len(raw) > _LONGEST:
+        raise InputError(f"{name} is longer than {format_bytes(_LONGEST)}", "give a part of it")
     mark = len(codecs.BOM_UTF8) if codec == "utf-8" and raw.startswith(codecs.BOM_UTF8) else 0
     try:
         text = raw[mark:].decode(codec, errors)
@@ -65,15 +69,17 @@ def _stdin(environment: Environment) -> bytes:
     if environment.stdin is None:
         raise InputError("stdin is closed", "name a file, or pipe text into tidekv run")
     try:
-        return environment.stdin.read()
+        raw = environment.stdin.read(_LONGEST + 1)
     except (OSError, ValueError) as error:
         raise InputError(f"stdin cannot be read: {error}", "name a file, or pipe text into tidekv run") from error
+    return raw
 
 
 def _file(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            return file.read()
+            raw = file.read(_LONGEST + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise InputError(f"cannot read the document {path}: {reason}", "check the path and its permissions") from error
+    return raw

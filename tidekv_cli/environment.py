@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO, TextIO, cast
 
@@ -25,7 +25,11 @@ class Environment:
 
     @classmethod
     def of_process(cls) -> Environment:
-        """The real streams."""
+        """The real streams, which wait until they can be read and written."""
+        for stream in (sys.stdin, sys.stdout):
+            if stream is not None:
+                with suppress(OSError, ValueError):
+                    os.set_blocking(stream.fileno(), True)
         return cls(
             stdin=sys.stdin.buffer if sys.stdin is not None else None,
             stdout=sys.stdout.buffer if sys.stdout is not None else None,
@@ -50,7 +54,7 @@ class Environment:
 
 
 class _Spoken:
-    """A stream for people: what it has no room for is lost, and the program goes on."""
+    """A stream for people: what cannot be written to it is lost, and the program goes on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -63,21 +67,10 @@ class _Spoken:
         return self._stream.fileno()
 
     def write(self, text: str) -> int:
-        with _room_or_not():
+        with suppress(OSError, ValueError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with _room_or_not():
+        with suppress(OSError, ValueError):
             self._stream.flush()
-
-
-@contextmanager
-def _room_or_not() -> Iterator[None]:
-    """Pass over an error of writing, but not over a closed pipe."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError:
-        return

@@ -97,6 +97,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     said = str(error).lower()
+    if isinstance(error, ImportError):
+        return "failed to map segment" in said or "cannot allocate memory" in said
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in said for words in _OUT_OF_MEMORY)
     )

@@ -46,6 +46,7 @@ class Runner:
         self._reporter = Reporter(environment, request.quiet, request.verbose)
         self._began = time.perf_counter()
         self._warnings: list[str] = []
+        self._late: UsageError | None = None  # what failed beside the answer
 
     def run(self) -> ExitCode:
         """Do it all; the exit code says whether it was interrupted."""
@@ -61,10 +62,12 @@ class Runner:
         limit = parse_bytes(request.memory_limit, "--memory-limit") if request.memory_limit is not None else None
         sampling = SamplingSettings(request.temperature, request.top_p, request.seed)
         if request.kept is not None:
-            KeptFile(request.kept).check()
+            KeptFile(request.kept).check(request.documents)
         documents = read_documents(request.documents, self._environment, request.encoding, request.errors)
         name = first_given(request.model, config.get("model"), DEFAULT_MODEL)
         source = resolve_model(name, environ, request.offline, self._reporter.note)
+        if request.kept is not None:
+            KeptFile(request.kept).check([source.path])
         files = inspect_model(source.path)
         outcome, ids, tokenizer = self._prepare(name, files, device, profile, choice, limit, documents)
         self._reporter.plan(outcome)
@@ -212,7 +215,7 @@ class Runner:
             outcome.cache_bytes = sum(store.nbytes for store in prompt.cache)
             outcome.cache_tokens_per_layer = [store.length for store in prompt.cache]
             if request.kept is not None:
-                KeptFile(request.kept).write(ids, prompt.kept)
+                self._write_kept(request.kept, ids, prompt.kept)
             self._stream(outcome, session.generate(prompt, sampling, choice.max_new_tokens), tokenizer, began)
         except Exception as error:
             if isinstance(error, TideError) or not is_out_of_memory(error):
@@ -250,6 +253,14 @@ class Runner:
             raise
         self._finish_text(outcome, stream.close())
 
+    def _write_kept(self, name: str, ids: list[int], kept: list[Any]) -> None:
+        """A file that cannot be written after all must not cost the answer."""
+        try:
+            KeptFile(name).write(ids, kept)
+        except UsageError as error:
+            self._late = error
+            self._warnings.append(error.message)
+
     def _finish_text(self, outcome: Outcome, rest: str) -> None:
         self._show(outcome, rest)
         if self._streaming:
@@ -275,7 +286,10 @@ class Runner:
         self._reporter.finish(outcome)
         if self._request.json:
             self._environment.write(json.dumps(outcome_document(outcome), ensure_ascii=False) + "\n")
-        return ExitCode.DONE
+        if self._late is None:
+            return ExitCode.DONE
+        self._reporter.error(self._late)
+        return self._late.code
 
 
 def _plan(settings: PlanSettings, choice: EngineChoice, length: int, least: int) -> Plan:

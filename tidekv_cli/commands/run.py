@@ -147,5 +147,5 @@ def _literal(value: str) -> Any:
     """`true`, numbers and lists as themselves, anything else as text."""
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
