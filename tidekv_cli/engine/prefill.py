@@ -46,7 +46,7 @@ class Prefilled:
     """A compact cache with one store a layer, and the next token's logits [V] in float32. Generated from once only.
 
     `kept` holds each layer's positions [Hkv, K], int64, ascending, where they were asked for. Times are in seconds;
-    `scoring_s` is choosing what stays and gathering it.
+    `scoring_s` is choosing what stays.
     """
 
     cache: list[DenseStore]
@@ -116,17 +116,17 @@ class LayerMajorPrefill:
 
     def _evict(self) -> None:
         """Keep the active layer's budget of rows in a store of its own and let go of the rest."""
-        began = time.perf_counter()
         settings, active = self._settings, self._active
         budget = min(settings.policy.layer_budget(len(self._cache)), self._length)
+        began = time.perf_counter()
         selection = self._select(budget)
+        self._scoring_s += time.perf_counter() - began
         if settings.record_kept:
             self._kept.append(selection.indices)
         self._cache.append(
             DenseStore(active.keys, active.values, selection.indices, settings.slack, settings.attention)
         )
         active.clear()
-        self._scoring_s += time.perf_counter() - began
 
     def _select(self, budget: int) -> Selection:
         keys = self._active.keys[0]
