@@ -91,6 +91,32 @@ def byte_level_metadata() -> dict[str, Any]:
     }
 
 
+def sentencepiece_parts() -> tuple[list[str], list[float], list[int]]:
+    """Tokens, scores and types of a small sentencepiece vocabulary with byte fallback."""
+    special = ["<unk>", "<s>", "</s>"]
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["▁t", "he", "▁the", "▁a", "nd", "▁and", "▁▁", "in", "ing", "lo", "llo", "hello", "▁hello", "▁he"]
+    letters = ["▁", *"abcdefghijklmnopqrstuvwxyz.,é"]
+    tokens = special + fallback + pieces + letters
+    scores = [0.0] * (len(special) + 256) + [-float(rank) for rank in range(len(pieces))] + [-1000.0] * len(letters)
+    types = [2, 3, 3] + [6] * 256 + [1] * (len(pieces) + len(letters))
+    return tokens, scores, types
+
+
+def sentencepiece_metadata() -> dict[str, Any]:
+    """The tokenizer of `sentencepiece_parts` as GGUF keys."""
+    tokens, scores, types = sentencepiece_parts()
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
 def write_gguf(
     path: Path,
     metadata: Mapping[str, Any] | None = None,

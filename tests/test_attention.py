@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tidekv_cli.engine.attention import Eager, FlashCPU, choose_attention, merge
+from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.errors import UsageError
 
 SHAPES = [(1, 1, 1, 1), (4, 2, 1, 9), (4, 4, 7, 7), (9, 3, 5, 40), (8, 1, 33, 100), (6, 2, 600, 700), (2, 2, 513, 513)]
@@ -56,6 +57,15 @@ def test_half_precision(shape: tuple[int, int, int, int]) -> None:
     assert torch.allclose(lse.double(), expected_lse, atol=2e-2)
 
 
+def test_eager_never_repeats_a_groups_keys() -> None:
+    queries, keys, values = tensors((32, 8, 16, 4000))
+    meter = LiveMeter()
+    with meter:
+        Eager().attend(queries, keys, values, 0.2)
+    logits = 32 * 16 * 4000 * 4
+    assert meter.peak_bytes < 4 * logits + 2**20, "more than the logits, their copies and the mask"
+
+
 def test_merge_of_two_halves_is_the_whole() -> None:
     queries, keys, values = tensors((4, 2, 1, 60))
     backend = Eager()
@@ -67,6 +77,6 @@ def test_merge_of_two_halves_is_the_whole() -> None:
 
 def test_choice() -> None:
     cpu = torch.device("cpu")
-    assert [choose_attention(name, cpu).name for name in ("auto", "sdpa", "eager")] == ["sdpa", "sdpa", "eager"]
+    assert [choose_attention(name, cpu).name for name in ("sdpa", "eager")] == ["sdpa", "eager"]
     with pytest.raises(UsageError, match="flash-attn"):
         choose_attention("flash-attn", cpu)

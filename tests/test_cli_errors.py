@@ -35,12 +35,50 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         ("latin.txt", b"caf\xe9 au lait", ["latin.txt", "utf-8", "byte 3", "--encoding"]),
         ("cut.txt", "né".encode()[:2], ["byte 1"]),
         ("bom.txt", b"\xef\xbb\xbf", ["is empty"]),
+        ("bom-latin.txt", b"\xef\xbb\xbfa\xff", ["byte 4"]),
     ],
 )
 def test_documents_that_cannot_be_used(tmp_path: Path, name: str, content: bytes, words: list[str]) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     run_cli("run", str(path)).assert_error(6, *words)
+
+
+def test_kept_never_overwrites_what_is_read(document: str, tmp_path: Path, embedded_path: Path) -> None:
+    before = Path(document).read_bytes()
+    link = tmp_path / "link.npz"
+    link.symlink_to(document)
+    for name in (document, str(link)):
+        run_cli("run", document, "--kept", name).assert_error(2, "overwrite")
+    assert Path(document).read_bytes() == before
+    model = tmp_path / "model.gguf"
+    model.symlink_to(embedded_path)
+    run_cli("run", document, "-m", str(model), "--kept", str(model)).assert_error(2, "overwrite")
+
+
+def test_a_document_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidekv_cli.documents._LONGEST", 1 << 20)
+    run_cli("run", "/dev/zero").assert_error(6, "/dev/zero", "longer")
+    run_cli("run", stdin=b"x" * (1 << 21)).assert_error(6, "stdin", "longer")
+
+
+def test_json_is_asked_for_by_the_flag_alone(document: str) -> None:
+    assert run_cli("run", "--json", "nowhere.txt").document["error"]["code"] == 6
+    assert run_cli("run", "nowhere.txt", "-p", "--json").out == ""
+    assert run_cli("run", "--", "--json").out == ""
+
+
+def test_memory_that_runs_out_before_the_model_is_loaded(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("tidekv_cli.runner.read_documents", exhausted)
+    run_cli("run", document).assert_error(7, "memory ran out")
+
+
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "half.txt").write_text("a \\ud800 b")
+    run_cli("run", str(tmp_path / "half.txt"), "--encoding", "unicode_escape").assert_error(6, "half.txt")
 
 
 def test_missing_file_directory_and_odd_names(tmp_path: Path) -> None:
@@ -92,6 +130,12 @@ def test_stdin_closed_empty_and_terminal() -> None:
         (["--profile", "~nosuchuser/p.yaml"], 2, ["~nosuchuser/p.yaml"]),
         (["--memory-limit", ""], 2, ["--memory-limit"]),
         (["--kept", ""], 2, ["--kept"]),
+        (["--kept", "/dev/null"], 2, ["no file"]),
+        (["--template-arg", "a"], 2, ["--template-arg"]),
+        (["--template-arg", "tokenize=true"], 2, ["tokenize"]),
+        (["--template-arg", "tools=1"], 2, ["tools"]),
+        (["--encoding", "\udcff"], 2, ["--encoding"]),
+        (["--errors", "\udcff"], 2, ["--errors"]),
         (["--kept", "x" * 5000], 2, ["--kept"]),
         (["-m", ""], 3, ["no model called ''"]),
         (["--set", "sinks=-1"], 2, ["sinks=-1"]),
@@ -108,6 +152,11 @@ def test_stdin_closed_empty_and_terminal() -> None:
         (["--encoding", "klingon"], 2, ["klingon"]),
         (["--encoding", "base64"], 2, ["base64"]),
         (["--errors", "shrug"], 2, ["shrug"]),
+        (["--errors", "surrogateescape"], 2, ["surrogateescape", "replace"]),
+        (["--errors", "xmlcharrefreplace"], 2, ["xmlcharrefreplace"]),
+        (["--encoding", "undefined"], 2, ["undefined"]),
+        (["-p", "caf\udce9"], 2, ["--prompt", "UTF-8"]),
+        (["--stop", ""], 2, ["--stop"]),
         (["--memory-limit", "lots"], 2, ["lots"]),
         (["--profile", "toaster"], 2, ["toaster", "cpu"]),
         (["--device", "cuda"], 8, ["cuda"]),
@@ -118,7 +167,10 @@ def test_stdin_closed_empty_and_terminal() -> None:
         (["-m", "nowhere/model.gguf"], 3, ["model.gguf"]),
         (["-m", "nobody/nothing", "--offline"], 3, ["--offline"]),
         (["--memory-limit", "600MiB"], 4, ["600.0 MiB", "--dtype bfloat16"]),
-        (["-n", "9000"], 5, ["8192", "--truncate"]),
+        (["--memory-limit", "600MiB", "--truncate", "middle"], 4, ["600.0 MiB", "no prompt fits"]),
+        (["--memory-limit", "1GiB", "--truncate", "tail", "--dry-run"], 4, ["--dtype bfloat16", "weights"]),
+        (["--memory-limit", "6", "--dtype", "bfloat16"], 4, ["no single flag helps"]),
+        (["-n", "9000"], 5, ["8192", "--max-new-tokens"]),
         (["-n", "9000", "--truncate", "tail"], 5, ["besides its documents"]),
         (["--kept", "/nonexistent/place/kept.npz"], 2, ["--kept"]),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import subprocess
@@ -171,6 +172,9 @@ def test_interrupted_answer_is_still_a_document(document: str, monkeypatch: pyte
     assert result.document["result"]["tokens"] == 3
     streamed = run_cli("run", document, *QUESTION, "-n", "12")
     assert streamed.code == 130 and streamed.out.endswith("\n") and "Traceback" not in streamed.err
+    assert "error: interrupted" in streamed.err and "hint: " in streamed.err
+    at_once = run_cli("run", document, *QUESTION, "-n", "12", "--no-stream")
+    assert at_once.code == 130 and at_once.out == streamed.out
 
 
 def test_interrupted_prefill_is_still_a_document(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +196,41 @@ def test_closed_pipe_is_quiet(document: str) -> None:
     environment = Environment(io.BytesIO(), Closed(), err, os.environ)
     assert main(["run", document, "-n", "4"], environment) == 141
     assert "Traceback" not in err.getvalue() and "error:" not in err.getvalue()
+
+
+def test_a_full_disk_is_named(document: str) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    for flags in ([], ["--json"], ["--dry-run", "--json"]):
+        err = io.StringIO()
+        assert main(["run", document, "-n", "2", *flags], Environment(io.BytesIO(), Full(), err, os.environ)) == 2
+        assert "error: standard output cannot be written: No space left" in err.getvalue()
+        assert "Traceback" not in err.getvalue()
+
+
+def test_full_devices(document: str) -> None:
+    for redirected, code in (("> /dev/full 2> err.txt", 2), ("2> /dev/full > out.txt", 0)):
+        command = f"{sys.executable} -m tidekv_cli run {document} -n 2 {redirected}"
+        done = subprocess.run(["bash", "-c", command], cwd=Path(document).parent)
+        assert done.returncode == code
+    assert "Traceback" not in (Path(document).parent / "err.txt").read_text(encoding="utf-8")
+    assert (Path(document).parent / "out.txt").read_text(encoding="utf-8").strip()
+
+
+def test_a_kept_file_that_cannot_be_written_after_all_costs_no_answer(
+    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    whole = run_cli("run", document, *QUESTION, "-n", "4", "-q")
+    monkeypatch.setattr("numpy.savez", full)
+    result = run_cli("run", document, *QUESTION, "-n", "4", "--json", "--kept", str(tmp_path / "kept.npz"))
+    assert result.code == 2 and "No space left" in result.err
+    assert result.document["result"]["text"] + "\n" == whole.out and "--kept" in result.document["warnings"][0]
+    assert [path.name for path in tmp_path.iterdir()] == ["harbour.txt"]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ def chosen(settings: SamplingSettings, logits: torch.Tensor, count: int = 400) -
 def test_greedy_and_tiny_temperature_take_the_best() -> None:
     logits = torch.tensor([0.0, 3.0, 2.9, -1.0])
     assert set(chosen(SamplingSettings(), logits, 3)) == {1}
-    assert set(chosen(SamplingSettings(temperature=1e-30, seed=0), logits, 20)) == {1}
+    for temperature in (1e-30, 1e-50, 5e-324):
+        assert set(chosen(SamplingSettings(temperature=temperature, seed=0), logits, 20)) == {1}
 
 
 def test_top_p_keeps_the_smallest_set_with_that_mass() -> None:
@@ -47,6 +49,12 @@ def test_logits_that_are_no_numbers(settings: SamplingSettings, bad: float) -> N
     with pytest.raises(ModelError, match="not finite"):
         chosen(settings, torch.tensor([0.0, bad, 1.0]), 1)
     assert set(chosen(settings, torch.tensor([0.0, float("-inf"), -float("inf")]), 5)) == {0}
+
+
+def test_a_tiny_top_p_takes_the_best() -> None:
+    logits = torch.tensor([0.0, 3.0, 2.9])
+    for top_p in (1e-12, 1e-300, 5e-324):
+        assert set(chosen(SamplingSettings(1.0, top_p, 0), logits, 20)) == {1}
 
 
 def test_seed_repeats() -> None:
@@ -92,3 +100,19 @@ def test_positions_go_on_at_the_prompts_end_after_eviction(tiny_model: Callable[
     assert tokens[0] == int(prompt.logits.argmax())
     expected = plain_steps_with_kept_rows(model, ids, prompt.kept, tokens[:-1])
     assert tokens[1:] == [int(logits.argmax()) for logits in expected]
+
+
+def test_a_prompt_is_generated_from_once(tiny_model: Callable[..., Any]) -> None:
+    session = Session(tiny_model(), frozenset())
+    prompt, _ = session.prefill(list(range(40)), PrefillSettings("tide", SnapKV(), Uniform(36), FlashCPU(), 16, 64, 8))
+    assert len(list(session.generate(prompt, SamplingSettings(), 4))) == 4
+    with pytest.raises(ValueError, match="has been generated from"):
+        next(session.generate(prompt, SamplingSettings(), 4))
+
+
+def test_kept_positions_are_held_on_request_only(tiny_model: Callable[..., Any]) -> None:
+    session = Session(tiny_model(), frozenset())
+    settings = PrefillSettings("tide", SnapKV(), Uniform(36), FlashCPU(), 16, 64, 8)
+    asked, _ = session.prefill(list(range(60)), settings)
+    unasked, _ = session.prefill(list(range(60)), replace(settings, record_kept=False))
+    assert len(asked.kept) == 2 and unasked.kept == [] and torch.equal(asked.logits, unasked.logits)

@@ -1,17 +1,15 @@
-"""The exception tree, the exit codes, and the README's table of them."""
+"""The exception tree, the exit codes."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+import errno
 
 import pytest
 
 from tidekv_cli import errors
-from tidekv_cli.errors import ExitCode, TideError
+from tidekv_cli.errors import ExitCode, TideError, is_out_of_memory
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TideError)]
-README = Path(__file__).parent.parent / "README.md"
 
 
 def test_each_kind_has_a_code_and_a_name_of_its_own() -> None:
@@ -26,7 +24,21 @@ def test_message_and_hint_are_one_line_each(kind: type[TideError]) -> None:
     assert isinstance(error, Exception) and "first" in str(error)
 
 
-def test_the_readme_lists_every_code() -> None:
-    table = re.findall(r"^\| ([\d, ]+) \| .+ \|$", README.read_text(encoding="utf-8"), re.MULTILINE)
-    listed = [int(number) for cell in table for number in cell.split(",")]
-    assert sorted(listed) == sorted(ExitCode)
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+            True,
+        ),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4 bytes."), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOENT, "No such file"), False),
+        (RuntimeError("more than one element of the written-to tensor refers to a single memory location"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_out_of_memory_is_told_from_bugs(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected

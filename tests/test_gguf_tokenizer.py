@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 from tokenizers import pre_tokenizers
 
-from tests.builders import byte_level_metadata, byte_level_parts, byte_level_tokenizer
+from tests.builders import (
+    byte_level_metadata,
+    byte_level_parts,
+    byte_level_tokenizer,
+    sentencepiece_metadata,
+    sentencepiece_parts,
+)
 from tidekv_cli.errors import ModelError
 from tidekv_cli.gguf_file import GgufFile
 from tidekv_cli.gguf_tokenizer import build_tokenizer
@@ -37,30 +43,9 @@ def built(**changes: Any) -> Any:
     return build_tokenizer(file_with({key: value for key, value in metadata.items() if value is not None}))
 
 
-def sentencepiece_parts() -> tuple[list[str], list[float], list[int]]:
-    """Tokens, scores and types of a small sentencepiece vocabulary with byte fallback."""
-    special = ["<unk>", "<s>", "</s>"]
-    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
-    pieces = ["▁t", "he", "▁the", "▁a", "nd", "▁and", "▁▁", "in", "ing", "lo", "llo", "hello", "▁hello", "▁he"]
-    letters = ["▁", *"abcdefghijklmnopqrstuvwxyz.,é"]
-    tokens = special + fallback + pieces + letters
-    scores = [0.0] * (len(special) + 256) + [-float(rank) for rank in range(len(pieces))] + [-1000.0] * len(letters)
-    types = [2, 3, 3] + [6] * 256 + [1] * (len(pieces) + len(letters))
-    return tokens, scores, types
-
-
 def sentencepiece(**changes: Any) -> Any:
-    tokens, scores, types = sentencepiece_parts()
-    metadata = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-        **{f"tokenizer.ggml.{key}": value for key, value in changes.items()},
-    }
+    """The sentencepiece tokenizer with `changes` to its metadata; None removes a key."""
+    metadata = sentencepiece_metadata() | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     return build_tokenizer(file_with({key: value for key, value in metadata.items() if value is not None}))
 
 
@@ -92,11 +77,16 @@ def test_every_byte_comes_back() -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-@pytest.mark.parametrize("kind", ["default", "gpt-2"])
-def test_gpt2_keeps_numbers_whole(kind: str) -> None:
+def test_gpt2_keeps_numbers_whole() -> None:
+    assert built(ggml__pre="gpt-2").tokenize("12 1212") == ["12", "Ġ", "12", "12"]
+
+
+@pytest.mark.parametrize("kind", ["default", None])
+def test_no_rule_is_llama_cpps_default(kind: str | None) -> None:
+    """Marks and digits stand apart from words, digits in threes from the left."""
     tokenizer = built(ggml__pre=kind)
-    assert tokenizer.tokenize("12 1212") == ["12", "Ġ", "12", "12"]
-    assert built(ggml__pre=None).tokenize("12 1212") == ["12", "Ġ", "12", "12"]
+    words = [word for word, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 121212+(b 12's")]
+    assert words == ["a", "Ġ", "121", "212", "+(", "b", "Ġ", "12", "'", "s"]
 
 
 @pytest.mark.parametrize("kind", ["smollm", "starcoder", "refact", "codeshell", "command-r"])

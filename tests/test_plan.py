@@ -17,7 +17,7 @@ from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.session import Session
 from tidekv_cli.methods import SELECTORS, Method
 from tidekv_cli.model_spec import ModelSpec, spec_from_config
-from tidekv_cli.plan import PlanSettings, largest_budget, largest_context, make_plan, planned_bytes
+from tidekv_cli.plan import PlanSettings, best_change, largest_budget, largest_prompt, make_plan, planned_bytes
 
 LLAMA_8B = ModelSpec("LlamaForCausalLM", 32, 4096, 14336, 32, 8, 128, 128256, 131072, False)
 
@@ -110,12 +110,12 @@ def test_feasibility_is_monotonic() -> None:
             method=Method("m", draw.choice(["tide", "oneshot"]), "snapkv", "uniform", "dense", ""),
             free_bytes=draw.randrange(15 << 30, 64 << 30),
         )
-        most = largest_context(case)
+        most = largest_prompt(case)
         assert most is not None
         if most:
             assert make_plan(case, most).fits
         assert not make_plan(case, most + 1).fits
-        more = largest_context(replace(case, free_bytes=case.free_bytes + (1 << 30)))
+        more = largest_prompt(replace(case, free_bytes=case.free_bytes + (1 << 30)))
         assert more is not None and more >= most
         lengths = sorted(draw.randrange(1, 200_000) for _ in range(4))
         peaks = [planned_bytes(case, length).peak for length in lengths]
@@ -130,6 +130,50 @@ def test_largest_budget() -> None:
     assert not make_plan(replace(tight, budget_tokens=budget + 1), 32768).fits
     assert largest_budget(settings(free_bytes=1 << 40), 1000) == 1000
     assert largest_budget(settings(free_bytes=1 << 20), 1000) == 0
+
+
+def test_more_budget_never_takes_less() -> None:
+    for schedule in ("tide", "oneshot"):
+        case = settings(method=Method("m", schedule, "snapkv", "uniform", "dense", ""))
+        for length in (2000, 40_000):
+            peaks = [
+                planned_bytes(replace(case, budget_tokens=budget), length).peak
+                for budget in (32, 256, length - 1, length, length + 1, None)
+            ]
+            assert peaks == sorted(peaks)
+    full = planned_bytes(replace(case, budget_tokens=None), 2000).peak
+    assert largest_budget(replace(case, free_bytes=full), 2000) == 2000
+
+
+def test_kept_positions_are_counted_where_they_are_held(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model(num_hidden_layers=24)
+    spec = spec_from_config(model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "tiny")
+    ids = torch.randint(0, spec.vocab_size, (1000,), generator=torch.Generator().manual_seed(0)).tolist()
+    weights = storage_bytes([*model.parameters(), *model.buffers()])
+    for held in (True, False):
+        case = settings(
+            spec, dtype="float32", chunk_size=16, score_block=64, budget_tokens=900, max_new_tokens=1, record_kept=held
+        )
+        choice = PrefillSettings("tide", SELECTORS["snapkv"].build({}), Uniform(900), FlashCPU(), 16, 64, 1, held)
+        _, live_peak = Session(model, frozenset()).prefill(ids, choice)
+        plan = planned_bytes(case, 1000)
+        assert live_peak - weights <= plan.peak - plan.weights
+
+
+def test_the_largest_context_counts_new_tokens() -> None:
+    plan = make_plan(settings(free_bytes=17 << 30, max_new_tokens=100), 1000)
+    assert plan.memory_prompt_tokens is not None
+    assert plan.max_context_tokens == plan.memory_prompt_tokens + 100
+    assert make_plan(settings(free_bytes=1 << 40, max_new_tokens=100), 1000).max_context_tokens == 131072
+    assert make_plan(settings(free_bytes=1 << 30), 1000).max_context_tokens == 0
+
+
+def test_the_change_that_helps_most() -> None:
+    oneshot = settings(method=Method("m", "oneshot", "snapkv", "uniform", "dense", ""))
+    assert best_change(oneshot, 65536)[0] == "--schedule tide"
+    assert best_change(settings(dtype="float32"), 4096)[0] == "--dtype bfloat16"
+    flag, peak = best_change(settings(budget_tokens=None), 65536)
+    assert flag == "--budget 256" and peak < planned_bytes(settings(budget_tokens=None), 65536).peak
 
 
 def test_unknown_memory_never_refuses() -> None:

@@ -69,6 +69,24 @@ def test_document_spans(embedded_tokenizer: Any) -> None:
     assert inside.strip() == f"{first}\n\n{second}"
 
 
+@pytest.mark.parametrize("where", ["head", "tail", "middle"])
+def test_a_trimming_template_never_costs_the_question(embedded_tokenizer: Any, where: str) -> None:
+    import copy
+
+    trimming = copy.deepcopy(embedded_tokenizer)
+    trimming.chat_template = "{{ '<|im_start|>' + messages[-1]['content'] | trim + '<|im_end|>' }}"
+    documents = [Document("a", "\n" * 40 + "  The tide turned twice. "), Document("b", "\n\nAnd then the harbour. \n")]
+    question = "What was decided about the harbour?"
+    prompt = build_prompt(trimming, documents, question)
+    inside = trimming.decode(prompt.token_ids[prompt.documents_start : prompt.documents_stop])
+    assert inside.strip() == "The tide turned twice. \n\n\n\nAnd then the harbour."
+    assert sum(prompt.document_tokens) == prompt.documents_stop - prompt.documents_start
+    cut = truncate(prompt, len(prompt.token_ids) - sum(prompt.document_tokens) + 1, where)
+    assert trimming.decode(cut.token_ids).endswith(f"{question}<|im_end|>")
+    blank = build_prompt(trimming, [Document("a", "\n" * 50)], question)
+    assert blank.document_tokens == (0,) and blank.documents_start == blank.documents_stop
+
+
 def test_templates_that_trim_or_refuse(embedded_tokenizer: Any) -> None:
     import copy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.s
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded_tokenizer: Any) -> Path:
     """A directory with every file that the README names."""
-    for name in ("report.txt", "a.txt", "b.txt", "book.txt"):
-        (tmp_path / name).write_text(f"{name} says that the tide turns.\n", encoding="utf-8")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     config = LlamaConfig(vocab_size=49152, num_hidden_layers=2, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path / "my-model")
     embedded_tokenizer.save_pretrained(tmp_path / "my-model")

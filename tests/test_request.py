@@ -16,8 +16,13 @@ CPU = find_profile("cpu", {})
 CUDA = find_profile("generic-cuda", {})
 
 
-def settle(config: dict[str, Any] | None = None, profile: Profile = CPU, **flags: Any) -> EngineChoice:
-    return choose_settings(RunRequest(**flags), config or {}, profile)
+def settle(
+    config: dict[str, Any] | None = None, profile: Profile = CPU, device_kind: str = "cpu", **flags: Any
+) -> EngineChoice:
+    """As the command settles it, the selector built as there."""
+    choice = choose_settings(RunRequest(**flags), config or {}, profile, device_kind)
+    check_budget(choice, choice.selector.build(choice.selector_settings).mandatory_tokens)
+    return choice
 
 
 def assert_refused(*words: str, config: dict[str, Any] | None = None, profile: Profile = CPU, **flags: Any) -> None:
@@ -71,8 +76,11 @@ def test_the_methods_order() -> None:
 def test_auto_is_the_profiles_first() -> None:
     assert settle({"attention": "eager"}, attention="auto").attention == CPU.attention[0]
     assert settle({"dtype": "bfloat16"}, dtype="auto").dtype == CPU.dtype
-    assert settle(profile=CUDA).attention == "flash-attn" and settle(profile=CUDA).dtype == "bfloat16"
-    assert settle(profile=CUDA, attention="flash-attn", dtype="float16").attention == "flash-attn"
+    assert (
+        settle(profile=CUDA, device_kind="cuda").attention == "flash-attn"
+        and settle(profile=CUDA, device_kind="cuda").dtype == "bfloat16"
+    )
+    assert settle(profile=CUDA, device_kind="cuda", attention="flash-attn", dtype="float16").attention == "flash-attn"
 
 
 @pytest.mark.parametrize("budget", ["full", "auto"])
@@ -98,22 +106,18 @@ def test_selectors_without_a_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "parameters", "window", "mandatory"),
+    ("method", "parameters", "mandatory"),
     [
-        ("snapkv", {}, 32, 32),
-        ("snapkv", {"window": "8", "sinks": "3"}, 8, 11),
-        ("tidekv-snapkv", {"window": "1"}, 1, 1),
-        ("tidekv-recent", {}, 0, 1),
-        ("tidekv-recent", {"sinks": "5"}, 0, 6),
-        ("streaming", {}, 0, 5),
-        ("streaming", {"sinks": "0"}, 0, 1),
+        ("snapkv", {}, 32),
+        ("snapkv", {"window": "8", "sinks": "3"}, 11),
+        ("tidekv-snapkv", {"window": "1"}, 1),
+        ("tidekv-recent", {}, 1),
+        ("tidekv-recent", {"sinks": "5"}, 6),
+        ("streaming", {}, 5),
+        ("streaming", {"sinks": "0"}, 1),
     ],
 )
-def test_what_is_always_kept(method: str, parameters: dict[str, str], window: int, mandatory: int) -> None:
-    choice = settle(method=method, parameters=parameters)
-    assert (choice.window, choice.mandatory_tokens) == (window, mandatory)
-    selector = choice.selector.build(choice.selector_settings)
-    assert (selector.window, selector.mandatory_tokens) == (window, mandatory)
+def test_what_is_always_kept(method: str, parameters: dict[str, str], mandatory: int) -> None:
     assert settle(method=method, parameters=parameters, budget=str(mandatory)).budget == mandatory
     below = str(mandatory - 1)
     assert_refused(f"--budget {below}", str(mandatory), method=method, parameters=parameters, budget=below)
@@ -127,9 +131,10 @@ def test_a_budget_from_config_or_profile_must_cover_it_too() -> None:
 
 def test_words_are_not_checked_against_it() -> None:
     for budget in ("full", "auto", None):
-        check_budget(replace(settle(), budget=budget))
+        check_budget(replace(settle(), budget=budget), 32)
+    check_budget(replace(settle(), budget=5), 5)
     with pytest.raises(UsageError, match="--budget 5 "):
-        check_budget(replace(settle(), budget=5))
+        check_budget(replace(settle(), budget=5), 6)
 
 
 @pytest.mark.parametrize("key", ["chunk_size", "score_block", "max_new_tokens"])
@@ -168,6 +173,23 @@ def test_known_truncations(truncate: str) -> None:
 
 def test_unknown_truncations() -> None:
     assert_refused("--truncate ends", "middle", truncate="ends")
+
+
+@pytest.mark.parametrize("key", ["prompt", "system"])
+def test_text_that_is_none(key: str) -> None:
+    assert_refused(f"--{key}", "UTF-8", **{key: "caf\udce9"})
+    assert_refused("--stop", "UTF-8", stop=("a", "\udce9"))
+    assert_refused("--stop", "empty", stop=("a", ""))
+    assert_refused("--template-arg", "UTF-8", template_arguments={"a": "\udce9"})
+
+
+def test_another_devices_profile_gives_what_this_device_can_do() -> None:
+    other = replace(CPU, kind="cuda", attention=("flash-attn", "sdpa", "eager"), dtype="bfloat16")
+    assert settle(profile=other).attention == "sdpa"
+    assert settle(profile=other, device_kind="cuda").attention == "flash-attn"
+    assert_refused("flash-attn", "CUDA", profile=other, attention="flash-attn")
+    assert_refused("float16", "CPU", profile=other, dtype="float16")
+    assert_refused("no attention", profile=replace(other, attention=("flash-attn",)))
 
 
 def test_what_a_cpu_cannot() -> None:

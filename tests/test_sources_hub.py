@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ def test_a_cached_hub_model_needs_no_network(tmp_path: Path, monkeypatch: pytest
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--some-org--some-model"
     (repository / "snapshots" / commit).mkdir(parents=True)
-    (repository / "snapshots" / commit / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (repository / "snapshots" / commit / name).write_text("{}")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
     for offline in (False, True):
@@ -94,3 +96,24 @@ def test_an_interrupt_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(KeyboardInterrupt):
         resolve_model("some-org/some-model", {}, offline=False)
+
+
+@pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors", "model-2.safetensors", "index"])
+def test_a_snapshot_that_was_interrupted_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    sharded = lost in ("model-2.safetensors", "index")
+    shards = ["model-1.safetensors", "model-2.safetensors"] if sharded else ["model.safetensors"]
+    for name in ("config.json", "tokenizer.json", *shards):
+        if name != lost:
+            (tmp_path / name).write_text("{}")
+    if sharded:
+        index = {"weight_map": {"a": shards[0], "b": shards[1]}}
+        content = "{" if lost == "index" else json.dumps(index)
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+    download, calls = answering(str(tmp_path), str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_model("some-org/some-model", {}, offline=False)
+    assert len(calls) == 2
+    resolve_model("some-org/some-model", {}, offline=True)
+    assert len(calls) == 3  # offline, what is there is taken, and loading names what is missing

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.builders import sentencepiece_metadata
+from tidekv_cli.gguf_file import GgufFile
+from tidekv_cli.gguf_tokenizer import build_tokenizer
 from tidekv_cli.text_stream import TextStream
 
 TEXTS = [
@@ -33,6 +37,17 @@ def test_pieces_join_to_the_whole(embedded_tokenizer: Any, text: str) -> None:
     assert "".join(pieces) == text
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    "text", [*TEXTS[:4], "東京漢字 the", "the東the京 hello漢字漢字漢字", "é", "💧 and 💧💧💧💧💧 the", "hello hello"]
+)
+def test_byte_fallback_pieces_join_to_the_whole(text: str) -> None:
+    tokenizer = build_tokenizer(GgufFile(Path("some/model.gguf"), sentencepiece_metadata(), {}))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces = pushed(TextStream(tokenizer), ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_incomplete_bytes_at_the_end_are_shown_once(embedded_tokenizer: Any) -> None:

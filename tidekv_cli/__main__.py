@@ -1,6 +1,6 @@
 """`python -m tidekv_cli`."""
 
-from tidekv_cli.cli import entry_point
+from tidekv_cli.entry import main
 
 if __name__ == "__main__":
-    entry_point()
+    main()

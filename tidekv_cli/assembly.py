@@ -21,6 +21,7 @@ def engine_settings(settings: PlanSettings, length: int, attention: Attention) -
         chunk_size=settings.chunk_size,
         score_block=settings.score_block,
         slack=settings.max_new_tokens,
+        record_kept=settings.record_kept,
     )
 
 

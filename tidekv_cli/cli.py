@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, TextIO
 
 import typer
@@ -18,7 +19,7 @@ from tidekv_cli.commands.models import models
 from tidekv_cli.commands.profiles import profiles
 from tidekv_cli.commands.run import run
 from tidekv_cli.environment import Environment
-from tidekv_cli.errors import ExitCode, Interrupted, TideError, UsageError
+from tidekv_cli.errors import ExitCode, Interrupted, MemoryExhaustedError, TideError, UsageError, is_out_of_memory
 
 app = typer.Typer(
     name="tidekv",
@@ -61,6 +62,9 @@ def main(arguments: Sequence[str], environment: Environment) -> int:
             traceback.print_exc(file=environment.stderr)
         if isinstance(error, TideError):
             return _failed(error, arguments, environment)
+        if is_out_of_memory(error):
+            exhausted = MemoryExhaustedError(f"memory ran out: {error or 'no message'}", "free memory, or give less")
+            return _failed(exhausted, arguments, environment)
         first = (str(error).splitlines() or [""])[0]
         bug = TideError(
             f"unexpected {type(error).__name__}: {first}",
@@ -96,15 +100,30 @@ def _failed(error: TideError, arguments: Sequence[str], environment: Environment
 
     try:
         Reporter(environment).error(error)
-        if "--json" in arguments and environment.stdout is not None:
+        if _wants_json(arguments) and environment.stdout is not None:
             environment.write(json.dumps(error_document(error), ensure_ascii=False) + "\n")
     except BrokenPipeError:
         return ExitCode.CLOSED_PIPE
+    except UsageError:  # stdout is what failed
+        return error.code
     return error.code
 
 
+def _wants_json(arguments: Sequence[str]) -> bool:
+    """Whether `--json` is a flag among them: not a file name after `--`, nor the text of another flag."""
+    flags = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+    texts = ("-p", "--prompt", "-s", "--system", "--stop")
+    return any(flag == "--json" and before not in texts for before, flag in pairwise(["", *flags]))
+
+
+def interrupted() -> None:
+    """Ctrl-C before the command line was read."""
+    _failed(Interrupted("interrupted", "start it again"), sys.argv[1:], Environment.of_process())
+    sys.exit(int(ExitCode.INTERRUPTED))
+
+
 def entry_point() -> None:
-    """What the `tidekv` command calls."""
+    """The command line of this process, to its exit code."""
     code = main(sys.argv[1:], Environment.of_process())
     code = max(code, _flushed(sys.stdout), _flushed(sys.stderr))
     sys.exit(int(code))
@@ -115,7 +134,7 @@ def _flushed(stream: TextIO | None) -> int:
     try:
         if stream is not None:
             stream.flush()
-    except (BrokenPipeError, ValueError):
+    except (OSError, ValueError) as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno() if stream is not None else 1)
-        return ExitCode.CLOSED_PIPE
+        return ExitCode.CLOSED_PIPE if isinstance(error, (BrokenPipeError, ValueError)) else ExitCode.DONE
     return ExitCode.DONE

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import InputError, UsageError
+from tidekv_cli.units import format_bytes
+
+ERRORS = ("strict", "replace", "ignore")
+_LONGEST = 1 << 30  # bytes; what goes on without end must not fill the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +32,11 @@ def read_documents(
     """
     try:
         codec = codecs.lookup(encoding).name
-        codecs.lookup_error(errors)
         "a".encode(codec)  # raises for what is no text encoding, base64 for example
-    except LookupError as error:
-        raise UsageError(
-            f"--encoding {encoding} with --errors {errors} is not known",
-            "use for example utf-8, latin-1 or utf-16, with strict, replace or ignore",
-        ) from error
+    except (LookupError, UnicodeError) as error:
+        raise UsageError(f"--encoding {encoding} is not known", "use for example utf-8, latin-1 or utf-16") from error
+    if errors not in ERRORS:
+        raise UsageError(f"--errors {errors} is not known", f"use one of {', '.join(ERRORS)}")
     if not paths and environment.stdin_is_terminal:
         raise UsageError("no document was given and stdin is a terminal", "name a file, or pipe text into tidekv run")
     if list(paths).count("-") > 1:
@@ -45,18 +47,20 @@ def read_documents(
 def _document(path: str, environment: Environment, codec: str, errors: str) -> Document:
     name = "stdin" if path == "-" else path
     raw = _stdin(environment) if path == "-" else _file(path)
-    if codec == "utf-8" and raw.startswith(codecs.BOM_UTF8):
-        raw = raw[len(codecs.BOM_UTF8) :]
+    if len(raw) > _LONGEST:
+        raise InputError(f"{name} is longer than {format_bytes(_LONGEST)}", "give a part of it")
+    mark = len(codecs.BOM_UTF8) if codec == "utf-8" and raw.startswith(codecs.BOM_UTF8) else 0
     try:
-        text = raw.decode(codec, errors)
+        text = raw[mark:].decode(codec, errors)
+        text.encode("utf-8")  # half a surrogate pair, which some encodings let through, is no text
     except UnicodeError as error:
-        where = f" at byte {error.start}" if isinstance(error, UnicodeDecodeError) else ""
+        where = f" at byte {mark + error.start}" if isinstance(error, UnicodeDecodeError) else ""
         raise InputError(
             f"{name} is no valid {codec}{where}",
             "say how it is encoded, for example --encoding latin-1, or use --errors replace",
         ) from error
     if not text.strip():
-        what = "is empty" if not raw else "holds only white space"
+        what = "is empty" if len(raw) == mark else "holds only white space"
         raise InputError(f"{name} {what}", "give a document with text")
     return Document(path, text)
 
@@ -65,15 +69,17 @@ def _stdin(environment: Environment) -> bytes:
     if environment.stdin is None:
         raise InputError("stdin is closed", "name a file, or pipe text into tidekv run")
     try:
-        return environment.stdin.read()
+        raw = environment.stdin.read(_LONGEST + 1)
     except (OSError, ValueError) as error:
         raise InputError(f"stdin cannot be read: {error}", "name a file, or pipe text into tidekv run") from error
+    return raw
 
 
 def _file(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            return file.read()
+            raw = file.read(_LONGEST + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise InputError(f"cannot read the document {path}: {reason}", "check the path and its permissions") from error
+    return raw

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
+
+_OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
 
 
 class ExitCode(IntEnum):
@@ -91,4 +94,11 @@ class DeviceError(TideError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is Python's or torch's way to say that an allocation failed."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error))
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    said = str(error).lower()
+    if isinstance(error, ImportError):
+        return "failed to map segment" in said or "cannot allocate memory" in said
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in said for words in _OUT_OF_MEMORY)
+    )

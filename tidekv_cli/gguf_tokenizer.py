@@ -37,7 +37,14 @@ _NAMED = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
-_GPT2 = ("default", "gpt-2")
+_GPT2, _UNNAMED = "gpt-2", "default"
+# What llama.cpp takes where a file names no rule: each expression splits what the one before left.
+_DEFAULT = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "codeshell", "command-r")
 
 
@@ -48,7 +55,7 @@ def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     types = file.values("tokenizer.ggml.token_type", int, [])
     named = {name: _token_id(file, key, tokens) for name, key in _NAMED.items() if key in file.metadata}
     if kind == "gpt2":
-        pre = file.value("tokenizer.ggml.pre", str, "default")
+        pre = file.value("tokenizer.ggml.pre", str, _UNNAMED)
         backend, begins_with_bos = _byte_level(file, pre, tokens), pre in _LLAMA3
     elif kind == "llama":
         backend, begins_with_bos = _sentencepiece(file, tokens, named.get("unk_token", 0)), True
@@ -107,12 +114,19 @@ def _byte_level(file: GgufFile, pre: str, tokens: list[str]) -> Tokenizer:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-    elif pre in _GPT2:
+    elif pre == _UNNAMED:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                *(pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in _DEFAULT),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    elif pre == _GPT2:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         raise ModelError(
             f"{file.path} splits text by the rule {pre!r}, which is not known",
-            f"known are {', '.join(sorted({*_SPLIT_OF, *_SINGLE_DIGITS, *_GPT2}))}",
+            f"known are {', '.join(sorted({*_SPLIT_OF, *_SINGLE_DIGITS, _UNNAMED, _GPT2}))}",
         )
     backend.decoder = decoders.ByteLevel()
     return backend

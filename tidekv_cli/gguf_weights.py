@@ -42,7 +42,8 @@ def model_from_gguf(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     state: dict[str, torch.Tensor] = {}
     with file.path.open("rb") as stream:
-        blob = np.asarray(np.memmap(stream, dtype=np.uint8, mode="r"))
+        # Never written to, but torch wants arrays that could be.
+        blob = np.asarray(np.memmap(stream, dtype=np.uint8, mode="c"))
         for entry in file.tensors.values():
             name = _hugging_face_name(entry.name)
             if name is not None:
@@ -83,7 +84,8 @@ def _dequantised(blob: np.ndarray[Any, Any], entry: TensorEntry, dtype: torch.dt
     kind = GGMLQuantizationType(entry.type_id)
     packed = blob[entry.start : entry.start + entry.nbytes]
     if kind in _PLAIN:
-        return torch.from_numpy(packed.view(_PLAIN[kind]).reshape(entry.shape).astype(np.float32)).to(dtype)
+        plain = torch.from_numpy(packed.view(_PLAIN[kind])).view(entry.shape)
+        return torch.empty(entry.shape, dtype=dtype).copy_(plain)
     codec = getattr(quants, kind.name, None)
     if codec is None:
         raise ModelError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,19 @@ class KeptFile:
     """An .npz file that appears whole or not at all."""
 
     def __init__(self, name: str) -> None:
-        self._path = Path(name)
-        self._scratch = self._path.parent / f".{self._path.name}.{os.getpid()}"
+        """`name` as the user gave it; a link is written through."""
+        self._path = Path(os.path.realpath(name)) if "\0" not in name else Path(name)
+        self._scratch = self._path.parent / f".tidekv-kept-{os.getpid()}"
 
-    def check(self) -> None:
-        """Raise `UsageError` if it cannot be written: before the work, not after it."""
-        if not self._path.name or os.path.isdir(self._path):
-            raise UsageError(f"--kept {self._path} is a directory", "name a file")
+    def check(self, inputs: Sequence[str | Path]) -> None:
+        """Raise `UsageError` if it cannot be written, or is one of `inputs`: before the work, not after it."""
+        if os.path.exists(self._path) and not os.path.isfile(self._path):
+            raise UsageError(f"--kept {self._path} is no file but a directory or a device", "name a file")
+        if any(os.path.realpath(name) == str(self._path) for name in inputs if "\0" not in str(name)):
+            raise UsageError(f"--kept {self._path} would overwrite what is read", "name another file")
         try:
+            with suppress(FileNotFoundError):
+                os.lstat(self._path)  # a name that is too long
             self._scratch.touch()
             self._scratch.unlink()
         except (OSError, ValueError) as error:

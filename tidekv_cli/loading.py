@@ -21,6 +21,7 @@ from tidekv_cli.gguf_file import GgufFile
 from tidekv_cli.gguf_tokenizer import build_tokenizer
 from tidekv_cli.gguf_weights import model_from_gguf
 from tidekv_cli.model_spec import ModelFiles
+from tidekv_cli.sources import TOKENIZER_FILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def load_tokenizer(files: ModelFiles) -> Any:
     with _damage_named(f"the tokenizer in {path}"):
         if files.gguf is not None:
             return build_tokenizer(files.gguf)
-        if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        if not any((path / name).is_file() for name in TOKENIZER_FILES):
             raise ModelError(f"{path} holds no tokenizer (tokenizer.json)", "fetch or copy the whole model directory")
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 

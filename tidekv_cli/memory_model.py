@@ -110,7 +110,7 @@ def _key(settings: PlanSettings) -> str:
         "store": settings.method.kv_store,
         "selector": dict(settings.selector_settings),
         "sizes": [settings.chunk_size, settings.score_block, settings.budget_tokens, settings.max_new_tokens],
-        "how": [settings.dtype, settings.attention, settings.device_kind],
+        "how": [settings.dtype, settings.attention, settings.device_kind, settings.record_kept],
     }
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

@@ -12,6 +12,7 @@ from tidekv_cli.errors import UsageError
 SCHEDULES = ("tide", "oneshot")
 POLICIES = ("uniform",)
 STORES = ("dense",)
+_KIND_NAMES = {int: "whole number", float: "number", str: "text"}
 DEFAULT_METHOD = "tidekv-snapkv"
 
 
@@ -20,7 +21,7 @@ class Parameter:
     """One `--set` key of a selector."""
 
     name: str
-    default: int | str
+    default: int | float | str
     meaning: str
 
 
@@ -39,8 +40,8 @@ class SelectorInfo:
         module, _, name = self.target.partition(":")
         return getattr(importlib.import_module(module), name)(**self.settings(values))
 
-    def settings(self, values: Mapping[str, Any]) -> dict[str, int | str]:
-        """Defaults with `values` over them, as numbers where the default is one. Raises `UsageError`."""
+    def settings(self, values: Mapping[str, Any]) -> dict[str, int | float | str]:
+        """Defaults with `values` over them, each of its default's type. Raises `UsageError`."""
         known = {parameter.name: parameter for parameter in self.parameters}
         settings = {name: parameter.default for name, parameter in known.items()}
         for key, value in values.items():
@@ -51,14 +52,13 @@ class SelectorInfo:
         return settings
 
 
-def _converted(selector: str, parameter: Parameter, value: Any) -> int | str:
-    if isinstance(parameter.default, str):
-        return str(value)
+def _converted(selector: str, parameter: Parameter, value: Any) -> int | float | str:
+    kind = type(parameter.default)
     try:
-        return int(value)
+        return kind(value)
     except ValueError as error:
         raise UsageError(
-            f"{parameter.name}={value} of selector {selector} is no whole number", f"it is {parameter.meaning}"
+            f"{parameter.name}={value} of selector {selector} is no {_KIND_NAMES[kind]}", f"it is {parameter.meaning}"
         ) from error
 
 

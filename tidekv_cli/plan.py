@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ from tidekv_cli.model_spec import ModelSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LONGEST = 1 << 40
-_BUDGET_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """Everything that changes memory, in tokens; `budget_tokens` None keeps all. `config` is a Hugging Face config."""
+    """Everything that changes memory, in tokens; `budget_tokens` None keeps all. `config` is a Hugging Face config.
+
+    `record_kept` holds every layer's kept positions to the end.
+    """
 
     spec: ModelSpec
     method: Method
@@ -33,6 +35,7 @@ class PlanSettings:
     free_bytes: int | None
     config: Mapping[str, Any]
     device_kind: str = "cpu"
+    record_kept: bool = False
 
     @property
     def window(self) -> int:
@@ -61,12 +64,16 @@ class PlannedBytes:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is going to be done to a prompt of `prompt_tokens`, and what it takes."""
+    """What is going to be done to a prompt of `prompt_tokens`, and what it takes.
+
+    `memory_prompt_tokens` is the longest prompt that fits; `changes` says what was lowered to make this one fit.
+    """
 
     settings: PlanSettings
     prompt_tokens: int
     bytes: PlannedBytes
-    memory_context_tokens: int | None
+    memory_prompt_tokens: int | None
+    changes: tuple[str, ...] = ()
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -81,9 +88,15 @@ class Plan:
 
     @property
     def max_context_tokens(self) -> int | None:
-        """The longest prompt that fits the memory and the model's window."""
+        """The most tokens, prompt and new ones together, that fit the memory and the model's window."""
         known = [n for n in (self.memory_context_tokens, self.settings.spec.context_window) if n is not None]
         return min(known, default=None)
+
+    @property
+    def memory_context_tokens(self) -> int | None:
+        """The same by memory alone; 0 where not even a prompt of one token fits."""
+        prompt = self.memory_prompt_tokens
+        return prompt if not prompt else prompt + self.settings.max_new_tokens
 
 
 class Planner:
@@ -122,20 +135,6 @@ class Planner:
         first = -(-self._model.regime(0)[0] // step)  # above it there are lines, below it each length is simulated
         low, most = (first, _LONGEST // step) if self.fits(first * step) else (0, first - 1)
         return step * _last_true(lambda count: self.fits(count * step), low, most)
-
-    def largest_budget(self, prompt_tokens: int, least: int) -> int:
-        """The largest budget from `least` at which the prompt fits: all of it, or a multiple of 64; else `least`."""
-        if self._with_budget(prompt_tokens).fits(prompt_tokens):
-            return prompt_tokens
-        steps = _last_true(
-            lambda count: self._with_budget(count * _BUDGET_STEP).fits(prompt_tokens),
-            least // _BUDGET_STEP,
-            prompt_tokens // _BUDGET_STEP,
-        )
-        return max(steps * _BUDGET_STEP, least)
-
-    def _with_budget(self, tokens: int) -> Planner:
-        return Planner(replace(self.settings, budget_tokens=tokens), self._directory)
 
 
 def _last_true(holds: Callable[[int], bool], low: int, most: int) -> int:

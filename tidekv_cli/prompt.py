@@ -5,8 +5,11 @@ Control text inside a document or question stays text; the template's own contro
 
 from __future__ import annotations
 
+import inspect
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from tidekv_cli.documents import Document
@@ -39,6 +42,7 @@ def build_prompt(
 
     Raises `UsageError` where the template refuses, for example a system message that it has no place for.
     """
+    stripped = 0  # characters that the template takes away at the front
     body = _SEPARATOR.join([d.text for d in documents] + ([question] if question else []))
     if raw or not getattr(tokenizer, "chat_template", None):
         if system:
@@ -49,6 +53,7 @@ def build_prompt(
         before, after, trims = _template(tokenizer, system, template_arguments or {})
         start_ids = []
         if trims:
+            stripped = len(body) - len(body.lstrip())
             body = body.strip()
     pieces = _pieces(tokenizer, before, body, after)
     ids, starts = list(start_ids), [-1] * len(start_ids)
@@ -62,32 +67,32 @@ def build_prompt(
         )
         ids += encoded["input_ids"]
         starts += [offset + begin for begin, _ in encoded["offset_mapping"]]
-    return _with_spans(ids, starts, documents, len(before), body)
+    lengths = [len(document.text) + len(_SEPARATOR) for document in documents]
+    borders = [min(max(end - stripped, 0), len(body)) + len(before) for end in accumulate(lengths)]
+    return _with_spans(ids, starts, len(before), borders)
 
 
-def _with_spans(ids: list[int], starts: list[int], documents: Sequence[Document], base: int, body: str) -> Prompt:
-    """Count the tokens that begin inside each document."""
-    counts: list[int] = []
-    place = base
-    first, stop = len(ids), 0
-    for document in documents:
-        end = min(place + len(document.text) + len(_SEPARATOR), base + len(body))
-        inside = [index for index, start in enumerate(starts) if place <= start < end]
-        counts.append(len(inside))
-        if inside:
-            first, stop = min(first, inside[0]), max(stop, inside[-1] + 1)
-        place = end
-    return Prompt(ids, min(first, stop), stop, tuple(counts))
+def _with_spans(ids: list[int], starts: list[int], base: int, borders: Sequence[int]) -> Prompt:
+    """Count the tokens that begin inside each document: from `base`, or where the one before ends, to its border."""
+    # A token's start never lies before that of the token before it.
+    edges = [bisect_left(starts, place) for place in (base, *borders)]
+    counts = tuple(stop - start for start, stop in pairwise(edges))
+    return Prompt(ids, edges[0], edges[-1], counts)
 
 
 def _template(tokenizer: Any, system: str | None, arguments: Mapping[str, Any]) -> tuple[str, str, bool]:
     """Text before and after the user's content, and whether the template strips white space around it."""
+    reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys() & arguments.keys()
+    if reserved:
+        raise UsageError(f"--template-arg {min(reserved)} is not for the template", "give a variable that it uses")
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": f" {_PLACEHOLDER} "})
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
     except Exception as error:  # a template raises whatever its author chose
-        raise UsageError(f"the model's chat template refuses: {error}", "drop --system, or use --raw") from error
+        raise UsageError(
+            f"the model's chat template refuses: {error}", "drop --system or --template-arg, or use --raw"
+        ) from error
     padded = f" {_PLACEHOLDER} "
     marker = padded if padded in text else _PLACEHOLDER
     before, found, after = text.partition(marker)

@@ -76,7 +76,7 @@ class Reporter:
             f"prompt    {outcome.prompt_tokens} tokens{cut}, up to {settings.max_new_tokens} new ones", markup=False
         )
         self._console.print(self._bytes_table(plan))
-        self._console.print(self._summary(plan), markup=False)
+        self._console.print(self._summary(outcome), markup=False)
 
     def _bytes_table(self, plan: Plan) -> Table:
         planned = plan.bytes
@@ -96,18 +96,25 @@ class Reporter:
             table.add_row(f"  {name}", format_bytes(count))
         return table
 
-    def _summary(self, plan: Plan) -> str:
+    def _summary(self, outcome: Outcome) -> str:
+        plan = outcome.plan
         free, headroom = plan.settings.free_bytes, plan.headroom_bytes
         if free is None or headroom is None:
             return "headroom  unknown: free memory cannot be read"
-        share = 100 * headroom / free if free else 0.0
         window = plan.settings.spec.context_window
         limit = plan.max_context_tokens
         by_window = window is not None and limit == window
-        more = "a model with a longer window" if by_window else "a smaller --budget, --chunk-size or --dtype bfloat16"
+        smaller = "--budget or --chunk-size" + ("" if plan.settings.dtype == "bfloat16" else ", or --dtype bfloat16,")
+        more = "a model with a longer window" if by_window else f"a smaller {smaller}"
+        limited = "" if free == outcome.device.free_bytes else f", limited to {format_bytes(free)} by --memory-limit"
+        percent = f" ({100 * headroom / free:.1f} % of what is free{limited})" if headroom >= 0 and free else limited
+        if not limit:
+            return f"headroom  {format_bytes(headroom)}{percent}\nmaximum feasible context  none fits at this setting"
+        new = plan.settings.max_new_tokens
         return (
-            f"headroom  {format_bytes(headroom)} ({share:.1f} % of what is free)\n"
-            f"maximum feasible context  {limit} tokens, limited by {'the window' if by_window else 'memory'}"
+            f"headroom  {format_bytes(headroom)}{percent}\n"
+            f"maximum feasible context  {limit} tokens (prompt {max(limit - new, 0)} and {new} new),"
+            f" limited by {'the window' if by_window else 'memory'}"
             f" (by memory alone {plan.memory_context_tokens}); {more} would raise it"
         )
 

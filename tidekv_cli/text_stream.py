@@ -16,7 +16,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stops = [stop for stop in stops if stop]
         self._ids: list[int] = []
-        self._settled = 0  # ids before this one are decoded for good and serve as context only
+        self._context = 0  # where the newest text that was decoded for good begins, always at a whole character
+        self._settled = 0  # and where it ends
         self._held = ""
         self.stopped = False
 
@@ -32,14 +33,16 @@ class TextStream:
         return self._show(self._new_text(final=True), final=True)
 
     def _new_text(self, final: bool = False) -> str:
-        # Decoding a few settled ids along keeps a tokenizer from stripping the space before a word.
-        context = max(self._settled - 4, 0)
-        known = self._decode(self._ids[context : self._settled])
-        text = self._decode(self._ids[context:])
+        # Decoding the text before along keeps a tokenizer from stripping the space before a word.
+        known = self._decode(self._ids[self._context : self._settled])
+        text = self._decode(self._ids[self._context :])
         if text.endswith("\ufffd") and not final:
             return ""
+        new = text[len(known) :]
+        if new:
+            self._context = self._settled
         self._settled = len(self._ids)
-        return text[len(known) :]
+        return new
 
     def _decode(self, ids: list[int]) -> str:
         return str(

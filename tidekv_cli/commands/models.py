@@ -51,10 +51,14 @@ def pull_model(
 
 @models.command("path")
 def model_path(
-    context: typer.Context, name: Annotated[str, typer.Argument(help="Alias, path or hub id.")] = DEFAULT_MODEL
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Alias, path or hub id; as for `run` if left out.")] = None,
 ) -> None:
     """Print the file or directory that is loaded; fetches nothing."""
+    from tidekv_cli.settings import load_settings
     from tidekv_cli.sources import resolve_model
 
     environment: Environment = context.obj
+    if name is None:
+        name = str(load_settings(environment.environ).get("model", DEFAULT_MODEL))
     environment.write(f"{resolve_model(name, environment.environ, offline=True).path}\n")

@@ -115,7 +115,10 @@ def run(
         seed=seed,
         stop=tuple(stop or ()),
         raw=raw,
-        template_arguments={key: _literal(value) for key, value in _pairs("--template-arg", template_arg).items()},
+        template_arguments={
+            key: _literal(value)
+            for key, value in _pairs("--template-arg", template_arg, "enable_thinking=false").items()
+        },
         offline=offline,
         encoding=encoding,
         errors=errors,
@@ -124,18 +127,18 @@ def run(
         quiet=quiet,
         verbose=verbose,
         dry_run=dry_run,
-        parameters=_pairs("--set", parameters),
+        parameters=_pairs("--set", parameters, "window=32"),
         kept=kept,
     )
     raise typer.Exit(int(Runner(request, context.obj).run()))
 
 
-def _pairs(flag: str, entries: list[str] | None) -> dict[str, str]:
+def _pairs(flag: str, entries: list[str] | None, example: str) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for entry in entries or ():
         key, equals, value = entry.partition("=")
         if not key or not equals:
-            raise UsageError(f"{flag} {entry} is no KEY=VALUE", f"write it like {flag} window=32")
+            raise UsageError(f"{flag} {entry} is no KEY=VALUE", f"write it like {flag} {example}")
         pairs[key.strip()] = value.strip()
     return pairs
 
@@ -144,5 +147,5 @@ def _literal(value: str) -> Any:
     """`true`, numbers and lists as themselves, anything else as text."""
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value

@@ -78,14 +78,14 @@ class Eager:
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """See `Attention.attend`."""
         batch, heads, rows, size = queries.shape
-        grouped = queries.float().reshape(batch, keys.shape[1], -1, rows, size)  # [B, Hkv, G, n, D]
-        logits = grouped @ keys.float()[:, :, None].transpose(3, 4) * scale  # [B, Hkv, G, n, L]
+        folded = queries.float().reshape(batch, keys.shape[1], -1, size)  # [B, Hkv, G n, D]
+        logits = folded @ keys.float().transpose(2, 3) * scale  # [B, Hkv, G n, L]
         length = keys.shape[2]
         positions = torch.arange(length, device=keys.device)
-        hidden = positions[None, :] > positions[length - rows :, None]
-        logits.masked_fill_(hidden, float("-inf"))
+        hidden = positions[None, :] > positions[length - rows :, None]  # [n, L]
+        logits.view(batch, keys.shape[1], -1, rows, length).masked_fill_(hidden, float("-inf"))
         lse = logits.logsumexp(-1)
-        out = (logits - lse[..., None]).exp() @ values.float()[:, :, None]
+        out = (logits - lse[..., None]).exp() @ values.float()
         return out.reshape(batch, heads, rows, -1).to(queries.dtype), lse.reshape(batch, heads, rows)
 
 
@@ -93,7 +93,7 @@ def choose_attention(name: str, device: torch.device) -> Attention:
     """The backend that `--attention NAME` means on `device`. Raises `UsageError` where it does not exist there."""
     if name == "eager":
         return Eager()
-    if name in ("auto", "sdpa") and device.type == "cpu":
+    if name == "sdpa" and device.type == "cpu":
         return FlashCPU()
     raise UsageError(
         f"--attention {name} is not available on device {device.type}", "use --attention auto, sdpa or eager"

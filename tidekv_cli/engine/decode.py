@@ -36,8 +36,8 @@ class Sampler:
             )
         if settings.temperature == 0.0:
             return int(token)
-        # Subtracting the maximum first keeps a tiny temperature from dividing to infinity.
-        weights = ((logits - best) / settings.temperature).softmax(-1)
+        # Float64, and the maximum taken off first, keep a tiny temperature from making 0 / 0.
+        weights = ((logits.double() - best) / settings.temperature).softmax(-1)
         if settings.top_p < 1.0:
             ranked, order = weights.sort(descending=True)
             before = ranked.cumsum(-1) - ranked  # mass of the better ones
@@ -51,8 +51,10 @@ def generate_tokens(
     """Up to `limit` token ids after `prompt`; ends before an id in `end`.
 
     Positions go on at S, whatever the cache kept. Each token's own K and V join `prompt.cache` when the one after
-    it is asked for.
+    it is asked for. Raises `ValueError` for a prompt that has an answer already.
     """
+    if any(store.length != store.prompt_length for store in prompt.cache):
+        raise ValueError("this prompt has been generated from: its cache holds an answer")
     sampler = Sampler(sampling, prompt.logits.device)
     logits, position = prompt.logits, prompt.length
     for count in range(1, limit + 1):

@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class PrefillSettings:
-    """One point on the axes, in tokens: C, b_s, and `slack` rows for tokens to come."""
+    """One point on the axes, in tokens: C, b_s, and `slack` rows for tokens to come; whether kept positions stay."""
 
     schedule: str
     selector: Selector
@@ -39,11 +39,16 @@ class PrefillSettings:
     chunk_size: int
     score_block: int
     slack: int
+    record_kept: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A compact cache with one store a layer, what was kept, the next token's logits [V], and the time it took."""
+    """A compact cache with one store a layer, and the next token's logits [V] in float32. Generated from once only.
+
+    `kept` holds each layer's positions [Hkv, K], int64, ascending, where they were asked for. Times are in seconds;
+    `scoring_s` is choosing what stays.
+    """
 
     cache: list[DenseStore]
     kept: list[Tensor]
@@ -115,17 +120,18 @@ class LayerMajorPrefill:
 
     def _evict(self) -> None:
         """Keep the active layer's budget of rows in a store of its own and let go of the rest."""
-        began = time.perf_counter()
         settings, active = self._settings, self._active
         budget = min(settings.policy.layer_budget(len(self._cache)), self._length)
+        began = time.perf_counter()
         with births_booked(SCORING):
             selection = self._select(budget)
-        self._kept.append(selection.indices)
+        self._scoring_s += time.perf_counter() - began
+        if settings.record_kept:
+            self._kept.append(selection.indices)
         self._cache.append(
             DenseStore(active.keys, active.values, selection.indices, settings.slack, settings.attention)
         )
         active.clear()
-        self._scoring_s += time.perf_counter() - began
 
     def _select(self, budget: int) -> Selection:
         keys = self._active.keys[0]

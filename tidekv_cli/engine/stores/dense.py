@@ -10,7 +10,7 @@ from tidekv_cli.engine.ledger import CACHE, book
 
 
 class DenseStore:
-    """One layer's compact cache: rows [1, Hkv, capacity, D], of which `length` are filled.
+    """One layer's compact cache: rows [1, Hkv, capacity, D], of which `length` are filled, `prompt_length` at first.
 
     `slack` rows are kept free for new tokens, so that decoding copies nothing; past them capacity grows by half.
     """
@@ -18,7 +18,7 @@ class DenseStore:
     def __init__(self, keys: Tensor, values: Tensor, indices: Tensor, slack: int, attention: Attention) -> None:
         """Gather rows `indices` [Hkv, K] of `keys` and `values` [1, Hkv, S, D]."""
         self._attention = attention
-        self.length = indices.shape[1]
+        self.length = self.prompt_length = indices.shape[1]
         self._keys = _gathered(keys, indices, slack)
         self._values = _gathered(values, indices, slack)
         book(CACHE, self._keys, self._values)

@@ -1,0 +1,126 @@
+"""The choice: what was asked for, and where that does not fit, a smaller chunk, score block, then budget.
+
+What the user named stays as it is. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from tidekv_cli.errors import DoesNotFitError
+from tidekv_cli.methods import SELECTORS
+from tidekv_cli.plan import Plan, Planner, PlanSettings
+from tidekv_cli.request import EngineChoice
+from tidekv_cli.units import format_bytes
+
+_LEAST = 256  # tokens of a chunk, of a score block, and of a budget that nobody asked for
+_BUDGET_STEP = 64
+
+
+class Fitter:
+    """Plans prompts under one choice. `least_budget` is what the selector always keeps."""
+
+    def __init__(self, choice: EngineChoice, least_budget: int, directory: Path | None) -> None:
+        self._choice = choice
+        self._least_budget = least_budget
+        self._directory = directory
+
+    def plan(self, settings: PlanSettings, length: int) -> Plan:
+        """The first plan that fits a prompt of `length` tokens; if none does, the one that takes least."""
+        auto = self._choice.budget == "auto"
+        settings = replace(settings, budget_tokens=self._least_budget) if auto else settings
+        changes: list[str] = []
+        for field, sizes in self._smaller(settings):
+            peak = self._planner(settings).bytes(length).peak
+            if settings.free_bytes is None or peak <= settings.free_bytes:
+                break
+            before = getattr(settings, field)
+            for size in sizes:
+                settings = replace(settings, **{field: size})
+                if self._planner(settings).fits(length):
+                    break
+            why = f"the predicted peak of {format_bytes(peak)} exceeds the {format_bytes(settings.free_bytes)} free"
+            changes.append(f"{field} {before} -> {getattr(settings, field)}: {why}")
+        planner = self._planner(settings)
+        plan = replace(planner.plan(length), changes=tuple(changes))
+        if not auto or not plan.fits:
+            return plan
+        # The longest prompt is that of the least budget; this one's budget is the largest that fits.
+        settings = replace(settings, budget_tokens=self._largest_budget(settings, length))
+        return replace(plan, settings=settings, bytes=self._planner(settings).bytes(length))
+
+    def _smaller(self, settings: PlanSettings) -> Iterator[tuple[str, list[int]]]:
+        """Each field that may be lowered, in order, with its smaller values."""
+        fixed = self._choice.fixed
+        if settings.method.schedule == "tide" and "chunk_size" not in fixed:
+            yield "chunk_size", _halves(settings.chunk_size, _LEAST)
+        if settings.window and "score_block" not in fixed:
+            yield "score_block", _halves(settings.score_block, _LEAST)
+        if settings.budget_tokens is not None and "budget" not in fixed:
+            yield "budget_tokens", _halves(settings.budget_tokens, max(_LEAST, self._least_budget))
+
+    def _largest_budget(self, settings: PlanSettings, length: int) -> int:
+        """The largest at which the prompt fits: all of it, or a multiple of 64; the least is known to fit."""
+
+        def left(budget: int) -> int:
+            headroom = self._planner(replace(settings, budget_tokens=budget)).plan(length).headroom_bytes
+            return 0 if headroom is None else headroom
+
+        low, high = self._least_budget, length
+        if low >= high or left(high) >= 0:
+            return high
+        left_low, left_high = left(low), left(high)
+        while high - low > _BUDGET_STEP:  # bytes are all but a straight line in the budget
+            guess = low + (high - low) * left_low // (left_low - left_high)
+            guess = max(guess // _BUDGET_STEP * _BUDGET_STEP, low + _BUDGET_STEP)
+            guess = min(guess, high - 1)
+            amount = left(guess)
+            if amount >= 0:
+                low, left_low = guess, amount
+            else:
+                high, left_high = guess, amount
+        return low
+
+    def _planner(self, settings: PlanSettings) -> Planner:
+        return Planner(settings, self._directory)
+
+    def refusal(self, plan: Plan) -> DoesNotFitError:
+        """The error for a plan that does not fit: the longest prompt that does, and the flag that helps most."""
+        settings, free = plan.settings, plan.settings.free_bytes
+        ways = {flag: self._planner(changed).bytes(plan.prompt_tokens).peak for flag, changed in _savers(settings)}
+        flag = min(ways, key=lambda name: ways[name], default="")
+        if not flag or ways[flag] >= plan.bytes.peak:
+            way = "no single flag helps"
+        else:
+            enough = "fits" if free is None or ways[flag] <= free else "helps most but is not enough"
+            way = f"{flag} {enough}, with {format_bytes(ways[flag])}"
+        longest = plan.memory_prompt_tokens
+        shorter = f"at this setting a prompt of {longest} tokens fits (--truncate)" if longest else "no prompt fits"
+        lowered = f" (after {'; '.join(change.split(':')[0] for change in plan.changes)})" if plan.changes else ""
+        return DoesNotFitError(
+            f"the predicted peak {format_bytes(plan.bytes.peak)} exceeds the {format_bytes(free)} free{lowered}",
+            f"{way}; {shorter}",
+        )
+
+
+def _halves(size: int, least: int) -> list[int]:
+    """`size` halved again and again, down to `least`."""
+    sizes = []
+    while size > least:
+        size = max(size // 2, least)
+        sizes.append(size)
+    return sizes
+
+
+def _savers(settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
+    """Flags that may lower the peak, each with the settings that it gives."""
+    if settings.method.schedule != "tide":
+        yield "--schedule tide", replace(settings, method=replace(settings.method, schedule="tide"))
+    elif settings.chunk_size > _LEAST:
+        yield f"--chunk-size {_LEAST}", replace(settings, chunk_size=_LEAST)
+    if settings.dtype == "float32":
+        yield "--dtype bfloat16", replace(settings, dtype="bfloat16")
+    if SELECTORS[settings.method.selector].budgeted and (settings.budget_tokens or _LEAST + 1) > _LEAST:
+        yield f"--budget {_LEAST}", replace(settings, budget_tokens=_LEAST)
