@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidekv_cli.estimate import Estimate, Rates, estimate
 from tidekv_cli.memory_model import MemoryModel
 from tidekv_cli.methods import Method
 from tidekv_cli.model_spec import ModelSpec
+from tidekv_cli.units import ITEM_BYTES
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LONGEST = 1 << 40
 
 
@@ -19,7 +20,7 @@ _LONGEST = 1 << 40
 class PlanSettings:
     """Everything that changes memory, in tokens; `budget_tokens` None keeps all. `config` is a Hugging Face config.
 
-    `record_kept` holds every layer's kept positions to the end.
+    `record_kept` holds every layer's kept positions to the end. `rates` change time estimates only.
     """
 
     spec: ModelSpec
@@ -36,6 +37,7 @@ class PlanSettings:
     config: Mapping[str, Any]
     device_kind: str = "cpu"
     record_kept: bool = False
+    rates: Rates = Rates()
 
     @property
     def window(self) -> int:
@@ -82,6 +84,11 @@ class Plan:
         return None if free is None else free - self.bytes.peak
 
     @property
+    def estimate(self) -> Estimate:
+        """The least time that it can take."""
+        return estimate(self.settings, self.prompt_tokens)
+
+    @property
     def fits(self) -> bool:
         """Whether the peak is within free memory, as far as that is known."""
         return self.headroom_bytes is None or self.headroom_bytes >= 0
@@ -109,7 +116,7 @@ class Planner:
 
     def plan(self, prompt_tokens: int) -> Plan:
         """The plan for a prompt of `prompt_tokens`."""
-        return Plan(self.settings, prompt_tokens, self.bytes(prompt_tokens), self.largest_context())
+        return Plan(self.settings, prompt_tokens, self.bytes(prompt_tokens), self.largest_prompt())
 
     def bytes(self, length: int) -> PlannedBytes:
         """Bytes by item for a prompt of `length` tokens, at the moment of the peak."""
@@ -126,7 +133,7 @@ class Planner:
         """Whether a prompt of `length` tokens does, as far as free memory is known."""
         return self.settings.free_bytes is None or self.bytes(length).peak <= self.settings.free_bytes
 
-    def largest_context(self) -> int | None:
+    def largest_prompt(self) -> int | None:
         """The longest prompt whose peak is within free memory, 0 if none is; None where free memory is unknown."""
         if self.settings.free_bytes is None:
             return None

@@ -20,11 +20,13 @@ from tidekv_cli.engine import ledger
 class LiveMeter(TorchDispatchMode):
     """Within `with meter:` storages made there are counted, beside those given to `watch`.
 
-    Each counts as its bytes rounded up to `granularity`, which is 512 in torch's CUDA allocator.
+    Each counts as its bytes rounded up to `granularity`, which is 512 in torch's CUDA allocator. An operation that
+    takes them above `ceiling_bytes` raises `MemoryError`.
     """
 
-    def __init__(self, granularity: int = 1) -> None:
+    def __init__(self, granularity: int = 1, ceiling_bytes: int | None = None) -> None:
         super().__init__()
+        self._ceiling = sys.maxsize if ceiling_bytes is None else ceiling_bytes
         self.live_bytes = 0
         self.peak_bytes = 0
         self.live = dict.fromkeys(ledger.ITEMS, 0)
@@ -82,6 +84,8 @@ class LiveMeter(TorchDispatchMode):
         live[item] += nbytes
         self.live_bytes += nbytes
         if self.live_bytes > self.peak_bytes:
+            if self.live_bytes > self._ceiling:
+                raise MemoryError(f"{self.live_bytes} bytes of live tensors are more than the {self._ceiling} allowed")
             self.peak_bytes, self.peak = self.live_bytes, dict(live)
 
     def _book(self, tensor: Tensor, item: str) -> None:

@@ -34,25 +34,29 @@ class Observer:
 
     def __init__(self, window: int, length: int) -> None:
         self._first = length - min(window, length)
-        self._queries: list[Tensor] = []
-        self._lse: list[Tensor] = []
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}  # queries and LSE by their first position
         self._scale = 1.0
 
     def catch(self, queries: Tensor, lse: Tensor, start: int, scale: float) -> None:
-        """Keep what lies in the window of `queries` [1, Hq, n, D], whose first row has position `start`."""
+        """Keep what lies in the window of `queries` [1, Hq, n, D], whose first row has position `start`.
+
+        What was caught from `start` on before, of a chunk that did not come to its end, is forgotten.
+        """
         stop = start + queries.shape[2]
         if stop <= self._first:
             return
+        for stale in [position for position in self._seen if position >= start]:
+            del self._seen[stale]
         skip = max(self._first - start, 0)
-        self._queries.append(queries[0, :, skip:].clone())
-        self._lse.append(lse[0, :, skip:].clone())
+        self._seen[start] = queries[0, :, skip:].clone(), lse[0, :, skip:].clone()
         self._scale = scale
 
     def take(self) -> Observation:
         """The observation of the layer that just ended; the next layer starts empty."""
-        queries, lse = torch.cat(self._queries, 1), torch.cat(self._lse, 1)
-        self._queries, self._lse = [], []
-        return Observation(queries, lse, self._scale)
+        queries, lse = zip(*self._seen.values(), strict=True)
+        taken = Observation(torch.cat(queries, 1), torch.cat(lse, 1), self._scale)
+        self._seen = {}
+        return taken
 
 
 def window_scores(keys: Tensor, observation: Observation, prefix: int, block: int) -> Iterator[Tensor]:
