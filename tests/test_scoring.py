@@ -188,13 +188,11 @@ def test_top_k_holds_no_more_than_it_says() -> None:
     assert max(held) <= 2 * (10 + 40 + 16) * (4 + 8)
 
 
-def test_top_k_leaves_skipped_positions_out() -> None:
-    top = StreamingTopK(2, 1)
-    top.skip(3)
+def test_top_k_counts_positions_from_the_first() -> None:
+    top = StreamingTopK(2, 1, first=3)
     top.push(torch.tensor([[1.0, 5.0]]))
-    top.skip(2)
-    top.push(torch.tensor([[5.0, 5.0]]))
-    assert top.result()[0].tolist() == [[4, 7]]
+    top.push(torch.tensor([[0.0, 5.0]]))
+    assert top.result()[0].tolist() == [[4, 6]]
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 7, 13])

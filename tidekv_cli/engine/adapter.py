@@ -146,7 +146,7 @@ class ModelAdapter:
                 raise _StopForwardError
             return hidden
 
-        with self._tapped(range(layer + 1), tap):
+        with self._tapped(layer + 1, tap):
             try:
                 self._forward(ids, start)
             except _StopForwardError:
@@ -164,7 +164,7 @@ class ModelAdapter:
     def finish(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """Logits [V] in float32 after prompt `ids` [1, S], from the last row of `hidden` that left the last layer."""
         last = len(self.layers) - 1
-        with self._tapped(range(last + 1), lambda index, args, _: hidden[:, -1:] if index == last else args[0]):
+        with self._tapped(last + 1, lambda index, args, _: hidden[:, -1:] if index == last else args[0]):
             return self._forward(ids[:, -1:], ids.shape[1] - 1).logits[0, -1].float()
 
     def step(self, ids: Tensor, start: int) -> Tensor:
@@ -178,14 +178,15 @@ class ModelAdapter:
         return self.model(input_ids=ids, position_ids=positions, use_cache=True, **keywords)
 
     @contextmanager
-    def _tapped(self, which: range, tap: Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]) -> Iterator[None]:
+    def _tapped(self, count: int, tap: Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]) -> Iterator[None]:
+        tapped = [vars(layer) for layer in itertools.islice(self.layers, count)]  # a module's own attributes come first
         try:
-            for index in which:
-                self.layers[index].forward = _bound_tap(tap, index)
+            for index, attributes in enumerate(tapped):
+                attributes["forward"] = _bound_tap(tap, index)
             yield
         finally:
-            for index in which:
-                self.layers[index].__dict__.pop("forward", None)
+            for attributes in tapped:
+                attributes.pop("forward", None)
 
 
 def _bound_tap(tap: Callable[..., Tensor], index: int) -> Callable[..., Tensor]:
