@@ -27,10 +27,14 @@ class Fitter:
         self._least_budget = least_budget
         self._directory = directory
 
+    def starting_point(self, settings: PlanSettings) -> PlanSettings:
+        """Nothing lowered yet; a budget that is chosen by what fits begins at the least."""
+        auto = self._choice.budget == "auto"
+        return replace(settings, budget_tokens=self._least_budget) if auto else settings
+
     def plan(self, settings: PlanSettings, length: int) -> Plan:
         """The first plan that fits a prompt of `length` tokens; if none does, the one that takes least."""
-        auto = self._choice.budget == "auto"
-        settings = replace(settings, budget_tokens=self._least_budget) if auto else settings
+        settings = self.starting_point(settings)
         changes: list[str] = []
         for field, sizes in self._smaller(settings):
             peak = self._planner(settings).bytes(length).peak
@@ -42,10 +46,10 @@ class Fitter:
                 if self._planner(settings).fits(length):
                     break
             why = f"the predicted peak of {format_bytes(peak)} exceeds the {format_bytes(settings.free_bytes)} free"
-            changes.append(f"{field} {before} -> {getattr(settings, field)}: {why}")
+            changes.append(f"{field.removesuffix('_tokens')} {before} -> {getattr(settings, field)}: {why}")
         planner = self._planner(settings)
         plan = replace(planner.plan(length), changes=tuple(changes))
-        if not auto or not plan.fits:
+        if self._choice.budget != "auto" or not plan.fits:
             return plan
         # The longest prompt is that of the least budget; this one's budget is the largest that fits.
         settings = replace(settings, budget_tokens=self._largest_budget(settings, length))

@@ -59,8 +59,7 @@ class MemoryModel:
         """Where the lines begin, and how far apart the lengths are that they go through."""
         settings = self._settings
         step = _ONESHOT_STEP if self._whole else settings.chunk_size
-        # The top-k has held the most it ever does after one round of filling up and another.
-        waiting = 7 * settings.score_block if settings.window else 0
+        waiting = 2 * settings.score_block if settings.window else 0  # what the top-k holds beside its best
         start = (settings.budget_tokens or 0) + waiting + settings.window + 3 * step
         # A matrix of logits grows with the keys of the last whole chunk, so it has a line for each remainder.
         remainder = length if settings.attention == "eager" else 0

@@ -65,7 +65,7 @@ class Runner:
         if request.dry_run:
             return self._end(outcome)
         try:
-            self._generate(outcome, files, tokenizer, ids, sampling, setup.limit_bytes)
+            self._generate(outcome, files, tokenizer, ids, sampling, setup.ceiling_bytes)
         except KeyboardInterrupt:
             outcome.finish_reason = "interrupted"
             self._end(outcome)
@@ -150,9 +150,9 @@ class Runner:
         tokenizer: Any,
         ids: list[int],
         sampling: SamplingSettings,
-        limit_bytes: int | None,
+        ceiling_bytes: int | None,
     ) -> None:
-        """Load, prefill and stream; fills `outcome` as it goes. Live tensors stay below the limit less the reserve."""
+        """Load, prefill and stream; fills `outcome` as it goes. Live tensors stay below the ceiling."""
         import torch
 
         from tidekv_cli.assembly import engine_settings, torch_dtype
@@ -165,7 +165,6 @@ class Runner:
         began = time.perf_counter()
         attention = choose_attention(choice.attention, torch.device(outcome.device.kind))
         settings = engine_settings(plan.settings, len(ids), attention)
-        ceiling = None if limit_bytes is None else limit_bytes - plan.bytes.reserve
         room = Room(
             lambda: detect_device(outcome.device.kind).free_bytes,
             plan.bytes.workspace,
@@ -177,7 +176,7 @@ class Runner:
             outcome.load_s = time.perf_counter() - began
             began = time.perf_counter()
             with self._reporter.prefill_progress(len(ids)) as progress:
-                prompt, outcome.live_peak_bytes = session.prefill(ids, settings, progress, room.shortage, ceiling)
+                prompt, outcome.live_peak_bytes = session.prefill(ids, settings, progress, room.shortage, ceiling_bytes)
             for change in prompt.lowered:
                 self._warn(change)
             outcome.prefill_s, outcome.scoring_s = prompt.prefill_s, prompt.scoring_s

@@ -35,6 +35,11 @@ class Setup:
         known = [amount for amount in (self.device.free_bytes, self.limit_bytes) if amount is not None]
         return min(known, default=None)
 
+    @property
+    def ceiling_bytes(self) -> int | None:
+        """What live tensors may take at most where the user set a limit: the limit less what they do not show."""
+        return None if self.limit_bytes is None else self.limit_bytes - sum(self.profile.reserve.values())
+
     def plan_settings(self, spec: ModelSpec, config: Mapping[str, Any], record_kept: bool = False) -> PlanSettings:
         """As chosen, before anything is lowered to make it fit."""
         choice = self.choice

@@ -73,8 +73,9 @@ def window_scores(keys: Tensor, observation: Observation, prefix: int, block: in
     shift = lse.reshape(keys.shape[0], 1, rows) + math.log(rows)  # the mean's division, done once
     step = -(-min(block, prefix) // _TILE) * _TILE
     buffer = lse.new_empty(lse.numel() * step)  # one block's logits, written again for the next
-    for start in range(0, prefix, step):
-        part = keys[:, start : min(start + step, prefix)]
+    whole = prefix - prefix % _TILE  # the last tile is padded, so it goes alone: a copy of 64 keys, not of a block
+    for start in [*range(0, whole, step), *range(whole, prefix, _TILE)]:
+        part = keys[:, start : min(start + step, whole) if start < whole else prefix]
         scores = _logits(queries, part, buffer).sub_(shift).exp_().sum(2)
         yield scores if scores.shape[1] == part.shape[1] else scores[:, : part.shape[1]]
 
@@ -155,44 +156,48 @@ def _greatest(row: Tensor, kernel: int) -> Tensor:
 
 
 class StreamingTopK:
-    """The `count` highest scores per head of a stream of blocks; equal scores go to the lower position.
+    """The `count` highest scores per head of `total` columns that come in blocks; equal scores go to the lower one.
 
-    Chooses again whenever `room` columns have come beside the best so far: seldom, since a choice is many small
-    operations. Holds scores [H, n], n at most count + room + one block. NaN ranks below everything.
+    Holds scores [H, n], n at most count + room, and chooses when they are full: seldom, since a choice is many small
+    operations. NaN ranks below everything.
     """
 
-    def __init__(self, count: int, room: int, first: int = 0) -> None:
-        """`first` is the position of the first column that is pushed."""
-        self._count, self._room = count, room
-        self._chosen: Tensor | None = None  # positions [H, count] of the best of what came before
-        self._scores: list[Tensor] = []  # theirs, then blocks as they came, which end at `_next`
+    def __init__(self, count: int, total: int, room: int, first: int = 0) -> None:
+        """`first` is the position of the first column that is pushed; `room` is at least 1."""
+        assert 0 < count <= total and room > 0
+        self._count, self._capacity = count, min(count + room, total)
+        self._scores: Tensor | None = None  # of the best of what came before, then of columns as they came
+        self._chosen: Tensor | None = None  # positions [H, count] of the former
         self._held, self._next = 0, first
 
     def push(self, scores: Tensor) -> None:
         """Offer the scores [H, n] of the next n positions."""
-        self._scores.append(scores)
-        self._held += scores.shape[1]
-        self._next += scores.shape[1]
-        if self._held > self._count + self._room:
-            self._compress()
+        if self._scores is None:
+            self._scores = scores.new_empty(scores.shape[0], self._capacity)
+        taken = 0
+        while taken < scores.shape[1]:
+            if self._held == self._capacity:
+                self._choose(self._scores)
+            more = min(scores.shape[1] - taken, self._capacity - self._held)
+            self._scores[:, self._held : self._held + more] = scores[:, taken : taken + more]
+            taken, self._held, self._next = taken + more, self._held + more, self._next + more
 
-    def _compress(self) -> tuple[Tensor, Tensor]:
-        """The best `count` columns of each row, in the order they came; every shape is known beforehand."""
-        scores = torch.cat(self._scores, 1).nan_to_num_(float("-inf"), float("inf"), float("-inf"))
-        heads, held = scores.shape
-        fresh = held if self._chosen is None else held - self._count
-        positions = torch.arange(self._next - fresh, self._next, device=scores.device).expand(heads, -1)
+    def _choose(self, held: Tensor) -> Tensor:
+        """Leave the best `count` columns of each row in front, in the order they came; returns their positions."""
+        scores = held[:, : self._held].nan_to_num_(float("-inf"), float("inf"), float("-inf"))
+        fresh = self._held if self._chosen is None else self._held - self._count
+        positions = torch.arange(self._next - fresh, self._next, device=held.device).expand(len(held), -1)
         if self._chosen is not None:
             positions = torch.cat((self._chosen, positions), 1)
         best = _ranks(scores).topk(self._count, dim=1, sorted=False).indices.sort(dim=1).values
-        self._chosen, scores = positions.gather(1, best), scores.gather(1, best)
-        self._scores, self._held = [scores], self._count
-        return self._chosen, scores
+        held[:, : self._count] = scores.gather(1, best)
+        self._chosen, self._held = positions.gather(1, best), self._count
+        return self._chosen
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Positions [H, count] ascending and their scores. At least `count` positions must have been offered."""
-        assert self._held >= self._count
-        return self._compress()
+        assert self._scores is not None and self._held >= self._count
+        return self._choose(self._scores), self._scores[:, : self._count]
 
 
 def _ranks(scores: Tensor) -> Tensor:
