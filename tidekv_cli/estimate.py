@@ -19,6 +19,9 @@ class Rates:
     tflops: float | None = None
 
 
+NO_RATES = Rates()
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Time to the first token in seconds and tokens per second after it; None where the rates are not known."""

@@ -40,15 +40,13 @@ class Fitter:
             peak = self._planner(settings).bytes(length).peak
             if settings.free_bytes is None or peak <= settings.free_bytes:
                 break
-            before = getattr(settings, field)
-            for size in sizes:
-                settings = replace(settings, **{field: size})
-                if self._planner(settings).fits(length):
-                    break
-            why = f"the predicted peak of {format_bytes(peak)} exceeds the {format_bytes(settings.free_bytes)} free"
-            changes.append(f"{field.removesuffix('_tokens')} {before} -> {getattr(settings, field)}: {why}")
-        planner = self._planner(settings)
-        plan = replace(planner.plan(length), changes=tuple(changes))
+            lowered = self._lowered(settings, field, sizes, length)
+            if self._planner(lowered).bytes(length).peak < peak:
+                why = f"the predicted peak of {format_bytes(peak)} exceeds the {format_bytes(settings.free_bytes)} free"
+                before, after = getattr(settings, field), getattr(lowered, field)
+                changes.append(f"{field.removesuffix('_tokens')} {before} -> {after}: {why}")
+                settings = lowered
+        plan = replace(self._planner(settings).plan(length), changes=tuple(changes))
         if self._choice.budget != "auto" or not plan.fits:
             return plan
         # The longest prompt is that of the least budget; this one's budget is the largest that fits.
@@ -57,13 +55,23 @@ class Fitter:
 
     def _smaller(self, settings: PlanSettings) -> Iterator[tuple[str, list[int]]]:
         """Each field that may be lowered, in order, with its smaller values."""
-        fixed = self._choice.fixed
-        if settings.method.schedule == "tide" and "chunk_size" not in fixed:
-            yield "chunk_size", _halves(settings.chunk_size, _LEAST)
-        if settings.window and "score_block" not in fixed:
-            yield "score_block", _halves(settings.score_block, _LEAST)
-        if settings.budget_tokens is not None and "budget" not in fixed:
-            yield "budget_tokens", _halves(settings.budget_tokens, max(_LEAST, self._least_budget))
+        fixed, method = self._choice.fixed, settings.method
+        least = {
+            "chunk_size": _LEAST if method.schedule == "tide" and "chunk_size" not in fixed else None,
+            "score_block": _LEAST if settings.window and "score_block" not in fixed else None,
+            "budget_tokens": max(_LEAST, self._least_budget) if "budget" not in fixed else None,
+        }
+        for field, size in least.items():
+            sizes = [] if size is None else _halves(getattr(settings, field) or 0, size)
+            if sizes:
+                yield field, sizes
+
+    def _lowered(self, settings: PlanSettings, field: str, sizes: list[int], length: int) -> PlanSettings:
+        """With the largest of the falling `sizes` at which the prompt fits, or else with the least."""
+        trials = [replace(settings, **{field: size}) for size in sizes]
+        if not self._planner(trials[-1]).fits(length):
+            return trials[-1]
+        return next(trial for trial in trials if self._planner(trial).fits(length))
 
     def _largest_budget(self, settings: PlanSettings, length: int) -> int:
         """The largest at which the prompt fits: all of it, or a multiple of 64; the least is known to fit."""
@@ -90,12 +98,24 @@ class Fitter:
     def _planner(self, settings: PlanSettings) -> Planner:
         return Planner(settings, self._directory)
 
+    def gains(self, plan: Plan) -> dict[str, int]:
+        """Flags that raise the largest context, each with the tokens that memory then takes; most first."""
+        gained = {}
+        for flag, changed in _savers(plan.settings):
+            prompt = self._planner(changed).largest_prompt
+            if prompt and prompt > (plan.memory_prompt_tokens or 0):
+                gained[flag] = prompt + changed.max_new_tokens
+        return dict(sorted(gained.items(), key=lambda entry: -entry[1]))
+
     def refusal(self, plan: Plan) -> DoesNotFitError:
         """The error for a plan that does not fit: the longest prompt that does, and the flag that helps most."""
         settings, free = plan.settings, plan.settings.free_bytes
+        fixed = plan.bytes.weights + plan.bytes.reserve
         ways = {flag: self._planner(changed).bytes(plan.prompt_tokens).peak for flag, changed in _savers(settings)}
         flag = min(ways, key=lambda name: ways[name], default="")
-        if not flag or ways[flag] >= plan.bytes.peak:
+        if free is not None and ways.get(flag, fixed) > free and fixed > free:
+            way = f"weights and reserve alone take {format_bytes(fixed)}: use a smaller model, or a device with more"
+        elif not flag or ways[flag] >= plan.bytes.peak:
             way = "no single flag helps"
         else:
             enough = "fits" if free is None or ways[flag] <= free else "helps most but is not enough"

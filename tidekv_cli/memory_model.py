@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
 from importlib.metadata import version
 from itertools import pairwise
 from math import ceil
@@ -24,6 +25,7 @@ _FORMAT = 1
 _CUDA_GRANULARITY = 512  # torch's CUDA allocator rounds each block up to it
 _ONESHOT_STEP = 256
 _OTHER_STORAGES = 64
+_ITEMS = ("workspace", "weights", "cache", "bridge", "active_kv", "scoring")  # as the engine's ledger calls them
 Phases = list[dict[str, int]]
 
 
@@ -37,11 +39,15 @@ class MemoryModel:
         self._samples: dict[int, Phases] = {} if self._file is None else _read(self._file)
 
     def peak(self, length: int) -> dict[str, int]:
-        """Bytes by item at the highest moment of a prompt of `length` tokens."""
-        items = dict(max(self.phases(length), key=lambda items: sum(items.values())))
+        """Bytes by item at the highest moment of a prompt of `length` tokens, from the lines."""
+        items = _highest(self.phases(length))
         if self._granularity > 1:  # between two lengths each storage may round up to one block more
             items["workspace"] += self._granularity * (2 * self._settings.spec.layers + _OTHER_STORAGES)
         return items
+
+    def simulated(self, length: int) -> dict[str, int]:
+        """The same, simulated at this very length."""
+        return _highest(self._sampled(length))
 
     def phases(self, length: int) -> Phases:
         """Bytes by item at the peak of each phase: first layer, two in the middle, last layer, decoding."""
@@ -88,6 +94,10 @@ class MemoryModel:
         return self._samples[length]
 
 
+def _highest(phases: Phases) -> dict[str, int]:
+    return dict(max(phases, key=lambda items: sum(items.values())))
+
+
 def _extrapolated(values: Sequence[int], ahead: Fraction) -> int:
     """The polynomial through `values` at 0, 1, .. , at `ahead`, rounded up (Newton's forward differences)."""
     total, factor = Fraction(0), Fraction(1)
@@ -103,7 +113,8 @@ def _key(settings: PlanSettings) -> str:
     """Of everything that changes a simulated figure."""
     values: dict[str, Any] = {
         "format": _FORMAT,
-        "versions": [version(name) for name in ("tidekv-cli", "torch", "transformers")],
+        "versions": [version(name) for name in ("torch", "transformers")],
+        "engine": _engine_digest(),
         "config": dict(settings.config),
         "method": [settings.method.schedule, settings.method.selector, settings.method.budget_policy],
         "store": settings.method.kv_store,
@@ -114,12 +125,28 @@ def _key(settings: PlanSettings) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
+@cache
+def _engine_digest() -> str:
+    """Of the sources that a simulation runs: another engine takes other bytes."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([*(package / "engine").rglob("*.py"), package / "simulate.py", package / "assembly.py"]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def _read(file: Path) -> dict[int, Phases]:
     """What an earlier process simulated; a damaged file is as good as none."""
     try:
-        return {int(length): phases for length, phases in json.loads(file.read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError, AttributeError):
+        samples = {int(length): phases for length, phases in json.loads(file.read_text(encoding="utf-8")).items()}
+        whole = all(phases and all(_is_phase(phase) for phase in phases) for phases in samples.values())
+    except (OSError, ValueError, AttributeError, TypeError):
         return {}
+    return samples if whole else {}
+
+
+def _is_phase(phase: Any) -> bool:
+    return set(phase) == set(_ITEMS) and all(type(phase[item]) is int for item in _ITEMS)
 
 
 def _write(file: Path, samples: dict[int, Phases]) -> None:

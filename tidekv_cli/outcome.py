@@ -65,15 +65,7 @@ def outcome_document(outcome: Outcome) -> dict[str, Any]:
             "layers": spec.layers,
             "context_window": spec.context_window,
         },
-        "device": {
-            "name": outcome.device.name,
-            "kind": outcome.device.kind,
-            "total_bytes": outcome.device.total_bytes,
-            "free_bytes": outcome.device.free_bytes,
-            "unified": outcome.device.unified,
-            "profile": outcome.profile_name,
-            "sources": dict(outcome.device.sources),
-        },
+        "device": device_document(outcome.device, outcome.profile_name),
         "plan": plan_document(outcome.plan),
         "prompt": {
             "tokens": outcome.prompt_tokens,
@@ -99,6 +91,19 @@ def outcome_document(outcome: Outcome) -> dict[str, Any]:
             "cache_tokens_per_layer": outcome.cache_tokens_per_layer,
         },
         "warnings": outcome.warnings,
+    }
+
+
+def device_document(device: Device, profile_name: str) -> dict[str, Any]:
+    """The part `device` of a `--json` document."""
+    return {
+        "name": device.name,
+        "kind": device.kind,
+        "total_bytes": device.total_bytes,
+        "free_bytes": device.free_bytes,
+        "unified": device.unified,
+        "profile": profile_name,
+        "sources": dict(device.sources),
     }
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tidekv_cli.estimate import Estimate, Rates, estimate
+from tidekv_cli.estimate import NO_RATES, Estimate, Rates, estimate
 from tidekv_cli.memory_model import MemoryModel
 from tidekv_cli.methods import Method
 from tidekv_cli.model_spec import ModelSpec
@@ -37,7 +38,7 @@ class PlanSettings:
     config: Mapping[str, Any]
     device_kind: str = "cpu"
     record_kept: bool = False
-    rates: Rates = Rates()
+    rates: Rates = NO_RATES
 
     @property
     def window(self) -> int:
@@ -47,7 +48,7 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBytes:
-    """Bytes by item at one prompt length; `peak` is their sum."""
+    """Bytes by item at the highest moment of one prompt; `peak` is their sum."""
 
     weights: int
     cache: int
@@ -109,30 +110,31 @@ class Plan:
 class Planner:
     """Answers for one set of settings. `directory` keeps simulated figures for the next process (None: nowhere)."""
 
-    def __init__(self, settings: PlanSettings, directory: Path | None = None) -> None:
+    def __init__(self, settings: PlanSettings, directory: Path | None = None, exact: bool = False) -> None:
+        """`exact` simulates the very lengths of plans and rows; the largest prompt still comes from lines."""
         self.settings = settings
-        self._directory = directory
         self._model = MemoryModel(settings, directory)
+        self._exact = exact
 
     def plan(self, prompt_tokens: int) -> Plan:
         """The plan for a prompt of `prompt_tokens`."""
-        return Plan(self.settings, prompt_tokens, self.bytes(prompt_tokens), self.largest_prompt())
+        peak = self._model.simulated(prompt_tokens) if self._exact else self._model.peak(prompt_tokens)
+        return Plan(self.settings, prompt_tokens, self._items(peak), self.largest_prompt)
 
     def bytes(self, length: int) -> PlannedBytes:
         """Bytes by item for a prompt of `length` tokens, at the moment of the peak."""
+        return self._items(self._model.peak(length))
+
+    def _items(self, peak: dict[str, int]) -> PlannedBytes:
         settings = self.settings
-        return PlannedBytes(
-            **{
-                **self._model.peak(length),
-                "weights": settings.spec.parameters * ITEM_BYTES[settings.dtype],
-                "reserve": sum(settings.reserve_items.values()),
-            }
-        )
+        weights = settings.spec.parameters * ITEM_BYTES[settings.dtype]
+        return PlannedBytes(**{**peak, "weights": weights, "reserve": sum(settings.reserve_items.values())})
 
     def fits(self, length: int) -> bool:
         """Whether a prompt of `length` tokens does, as far as free memory is known."""
         return self.settings.free_bytes is None or self.bytes(length).peak <= self.settings.free_bytes
 
+    @cached_property
     def largest_prompt(self) -> int | None:
         """The longest prompt whose peak is within free memory, 0 if none is; None where free memory is unknown."""
         if self.settings.free_bytes is None:

@@ -12,13 +12,13 @@ from tidekv_cli.capacity import Capacity, probe
 from tidekv_cli.catalog import DEFAULT_MODEL
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import UsageError
+from tidekv_cli.model_shape import model_shape
 from tidekv_cli.outcome import SCHEMA, device_document, plan_document
 from tidekv_cli.plan import Planner, PlanSettings
 from tidekv_cli.report import Reporter
 from tidekv_cli.request import RunRequest, first_given
 from tidekv_cli.settings import load_settings
 from tidekv_cli.setup import Setup, set_up
-from tidekv_cli.sources import model_shape
 from tidekv_cli.verify import measure
 
 
@@ -45,7 +45,7 @@ class Prober:
         if any(context < 1 for context in wanted.contexts):
             raise UsageError(f"--context {min(wanted.contexts)} is impossible", "give numbers of tokens, at least 1")
         config = load_settings(environ)
-        setup = set_up(request, config, environ, elsewhere=True)
+        setup = set_up(request, config, environ, compute=False)
         name = first_given(request.model, config.get("model"), DEFAULT_MODEL)
         spec, shape = model_shape(name, environ, request.offline, self._reporter.note)
         fitter = setup.fitter()

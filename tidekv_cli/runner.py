@@ -33,6 +33,7 @@ from tidekv_cli.setup import Setup, set_up
 from tidekv_cli.sources import resolve_model
 from tidekv_cli.units import format_bytes
 
+
 class Runner:
     """One run of the command."""
 

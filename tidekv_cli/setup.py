@@ -8,25 +8,32 @@ from pathlib import Path
 from typing import Any
 
 from tidekv_cli.device import Device, detect_device
+from tidekv_cli.errors import DeviceError
+from tidekv_cli.estimate import Rates
 from tidekv_cli.fitting import Fitter
+from tidekv_cli.machine import Machine
 from tidekv_cli.model_spec import ModelSpec
 from tidekv_cli.plan import PlanSettings
-from tidekv_cli.profile import Profile, find_profile
+from tidekv_cli.profile import Profile, find_profile, list_profiles, match_profile
 from tidekv_cli.request import EngineChoice, RunRequest, check_budget, choose_settings, first_given
 from tidekv_cli.sources import cache_directory
 from tidekv_cli.units import parse_bytes
 
-_PROFILE_OF_KIND = {"cpu": "cpu", "cuda": "generic-cuda"}
+_COMPUTES = ("cpu",)  # kinds of device that this version computes on
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a request comes to on this machine; `limit_bytes` is what the user wants to be all there is."""
+    """What a request comes to; `limit_bytes` is what the user wants to be all there is.
+
+    `elsewhere` if the device is not here; `plans` is where simulated figures are kept.
+    """
 
     device: Device
     profile: Profile
     choice: EngineChoice
     limit_bytes: int | None
+    elsewhere: bool
     plans: Path
 
     @property
@@ -38,7 +45,12 @@ class Setup:
     @property
     def ceiling_bytes(self) -> int | None:
         """What live tensors may take at most where the user set a limit: the limit less what they do not show."""
-        return None if self.limit_bytes is None else self.limit_bytes - sum(self.profile.reserve.values())
+        return None if self.limit_bytes is None else self.limit_bytes - sum(self.reserve_items.values())
+
+    @property
+    def reserve_items(self) -> dict[str, int]:
+        """The profile's, in bytes; what the system keeps is not free any more on a device that is here."""
+        return {name: size for name, size in self.profile.reserve.items() if self.elsewhere or name != "system"}
 
     def plan_settings(self, spec: ModelSpec, config: Mapping[str, Any], record_kept: bool = False) -> PlanSettings:
         """As chosen, before anything is lowered to make it fit."""
@@ -53,11 +65,12 @@ class Setup:
             selector_settings=choice.selector_settings,
             max_new_tokens=choice.max_new_tokens,
             attention=choice.attention,
-            reserve_items=self.profile.reserve,
+            reserve_items=self.reserve_items,
             free_bytes=self.free_bytes,
             config=config,
             device_kind=self.device.kind,
             record_kept=record_kept,
+            rates=Rates(self.profile.bandwidth_gb_s, self.profile.tflops),
         )
 
     def fitter(self) -> Fitter:
@@ -67,10 +80,30 @@ class Setup:
         return Fitter(self.choice, selector.mandatory_tokens, self.plans)
 
 
-def set_up(request: RunRequest, config: Mapping[str, Any], environ: Mapping[str, str]) -> Setup:
-    """Settle everything that needs neither document nor model. Raises `UsageError` and `DeviceError`."""
-    device = detect_device(first_given(request.device, config.get("device"), "auto"))
-    profile = find_profile(first_given(request.profile, config.get("profile"), _PROFILE_OF_KIND[device.kind]), environ)
+def set_up(request: RunRequest, config: Mapping[str, Any], environ: Mapping[str, str], compute: bool = True) -> Setup:
+    """Settle everything that needs neither document nor model. Raises `UsageError` and `DeviceError`.
+
+    To `compute`, the device must be one that this version computes on; else only figures are wanted, and a profile
+    may stand for a device that is not here.
+    """
+    wanted = first_given(request.device, config.get("device"), "auto")
+    here = detect_device(wanted, Machine(environ=environ))
+    if compute and here.kind not in _COMPUTES:
+        if wanted != "auto":
+            raise DeviceError(f"{here.name} cannot be used: this version computes on the CPU only", "use --device cpu")
+        here = detect_device("cpu", Machine(environ=environ))
+    matched = match_profile(here.name, here.kind, here.board, here.total_bytes, list_profiles(environ).values())
+    reference = first_given(request.profile, config.get("profile"), matched.name)
+    profile = matched if reference == matched.name else find_profile(reference, environ)
+    elsewhere = not compute and profile.memory is not None and profile.name != matched.name
+    device = _not_here(profile) if elsewhere else here
     choice = choose_settings(request, config, profile, device.kind)
     limit = None if request.memory_limit is None else parse_bytes(request.memory_limit, "--memory-limit")
-    return Setup(device, profile, choice, limit, cache_directory(environ) / "plans")
+    return Setup(device, profile, choice, limit, elsewhere, cache_directory(environ) / "plans")
+
+
+def _not_here(profile: Profile) -> Device:
+    """The device that `profile` is for, with nothing else on it but what the reserve names."""
+    sources = dict.fromkeys(("total", "free"), f"profile {profile.name}")
+    unified = profile.kind == "jetson"
+    return Device(profile.description, profile.kind, profile.memory, profile.memory, unified, sources)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 from tidekv_cli.errors import TideError
 from tidekv_cli.request import RunRequest

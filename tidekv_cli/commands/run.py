@@ -11,6 +11,7 @@ from tidekv_cli.commands import options
 from tidekv_cli.commands.options import INPUT, OUTPUT, option, pairs
 from tidekv_cli.request import RunRequest
 
+
 def run(
     context: typer.Context,
     documents: Annotated[

@@ -17,6 +17,7 @@ from torch import Tensor
 
 # Matrix kernels round differently in ragged last rows; whole tiles make a score independent of the block size.
 _TILE = 64
+_PART = 2048  # keys whose logits exist at a time
 
 Pooling = Literal["avg", "max"]
 
@@ -63,21 +64,24 @@ class Observer:
 def window_scores(keys: Tensor, observation: Observation, prefix: int, block: int) -> Iterator[Tensor]:
     """Mean attention weight of keys 0 .. prefix-1 over the window's queries and a group's heads.
 
-    keys [Hkv, S, D]; yields [Hkv, n] float32, in order of position, n at most `block` rounded up to a tile. Every
-    window query sees every prefix key, so no mask is needed. Without an LSE it is computed first (the paper's two
-    passes).
+    keys [Hkv, S, D]; yields [Hkv, n] float32, in order of position, n at most `block`. Every window query sees every
+    prefix key, so no mask is needed. Without an LSE it is computed first (the paper's two passes).
     """
-    queries = _grouped(observation, keys.shape[0])  # [Hkv, G W, D]
+    queries = _grouped(observation, keys.shape[0]).transpose(1, 2)  # [Hkv, D, G W]
     lse = window_lse(keys, observation, prefix, block) if observation.lse is None else observation.lse
-    rows = queries.shape[1]
+    rows = queries.shape[2]
     shift = lse.reshape(keys.shape[0], 1, rows) + math.log(rows)  # the mean's division, done once
-    step = -(-min(block, prefix) // _TILE) * _TILE
-    buffer = lse.new_empty(lse.numel() * step)  # one block's logits, written again for the next
-    whole = prefix - prefix % _TILE  # the last tile is padded, so it goes alone: a copy of 64 keys, not of a block
-    for start in [*range(0, whole, step), *range(whole, prefix, _TILE)]:
-        part = keys[:, start : min(start + step, whole) if start < whole else prefix]
-        scores = _logits(queries, part, buffer).sub_(shift).exp_().sum(2)
-        yield scores if scores.shape[1] == part.shape[1] else scores[:, : part.shape[1]]
+    part = -(-min(block, prefix, _PART) // _TILE) * _TILE
+    buffer = lse.new_empty(keys.shape[0], part, rows)  # one part's logits, written again for the next
+    for start in range(0, prefix, block):
+        stop = min(start + block, prefix)
+        scores = lse.new_empty(keys.shape[0], stop - start)
+        for at in range(start, stop, part):
+            to = min(at + part, stop)
+            weights = _logits(queries, keys[:, at:to], buffer).sub_(shift).exp_()
+            weights = weights if weights.shape[1] == to - at else weights[:, : to - at]
+            torch.sum(weights, 2, out=scores[:, at - start : to - start])
+        yield scores
 
 
 def window_lse(keys: Tensor, observation: Observation, prefix: int, block: int) -> Tensor:
@@ -85,13 +89,13 @@ def window_lse(keys: Tensor, observation: Observation, prefix: int, block: int) 
 
     Running maximum and normaliser over key blocks; keys past a query's own position count as -inf.
     """
-    queries = _grouped(observation, keys.shape[0])
-    heads, rows, _ = queries.shape
+    queries = _grouped(observation, keys.shape[0]).transpose(1, 2)
+    heads, _, rows = queries.shape
     window = observation.queries.shape[1]
     last_seen = prefix + torch.arange(window, device=keys.device).repeat(rows // window)  # of row g W + w
     maximum = keys.new_full((heads, rows), float("-inf"), dtype=torch.float32)
     total = torch.zeros_like(maximum)
-    buffer = maximum.new_empty(maximum.numel() * (block + _TILE))
+    buffer = maximum.new_empty(heads, block + _TILE, rows)
     for start in range(0, keys.shape[1], block):
         part = keys[:, start : start + block]
         logits = _logits(queries, part, buffer)[:, : part.shape[1]].transpose(1, 2)  # [Hkv, G W, n]
@@ -113,7 +117,7 @@ def _grouped(observation: Observation, kv_heads: int) -> Tensor:
 
 
 def _logits(queries: Tensor, keys: Tensor, buffer: Tensor) -> Tensor:
-    """Of queries [Hkv, R, D] and keys [Hkv, n, D]: [Hkv, n rounded up to a tile, R] float32 in `buffer`.
+    """Of queries [Hkv, D, R] and keys [Hkv, n, D]: [Hkv, n rounded up to a tile, R] float32 in `buffer`.
 
     Rows past n are zeros. Keys first, and a key's logits side by side: a tenth quicker than the other way round.
     """
@@ -121,9 +125,9 @@ def _logits(queries: Tensor, keys: Tensor, buffer: Tensor) -> Tensor:
     ragged = -keys.shape[1] % _TILE
     if ragged:
         keys = F.pad(keys, (0, 0, 0, ragged))
-    heads, rows, _ = queries.shape
-    out = buffer[: heads * keys.shape[1] * rows].view(heads, -1, rows)
-    return torch.bmm(keys, queries.transpose(1, 2), out=out)
+    shape = keys.shape[0], keys.shape[1], queries.shape[2]
+    out = buffer if buffer.shape == shape else buffer.view(-1)[: math.prod(shape)].view(shape)
+    return torch.bmm(keys, queries, out=out)
 
 
 def pool_scores(blocks: Iterator[Tensor], kernel: int, pooling: Pooling) -> Iterator[Tensor]:
@@ -207,5 +211,5 @@ def _ranks(scores: Tensor) -> Tensor:
     their bits read as a whole number, if those of negative ones are turned round; adding 0 makes -0 a 0.
     """
     bits = scores.add(0.0).view(torch.int32)
-    bits ^= (bits >> 31) & 0x7FFFFFFF
-    return (bits.long() << 32).sub_(torch.arange(scores.shape[1], device=scores.device))
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
+    return bits.long().bitwise_left_shift_(32).sub_(torch.arange(scores.shape[1], device=scores.device))
