@@ -14,6 +14,7 @@ import typer
 import typer.main
 
 from tidekv_cli import __version__
+from tidekv_cli.commands.devices import devices
 from tidekv_cli.commands.methods import methods
 from tidekv_cli.commands.models import models
 from tidekv_cli.commands.probe_capacity import probe_capacity
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command()(run)
 app.command("probe-capacity")(probe_capacity)
 app.add_typer(models, name="models")
+app.command()(devices)
 app.command()(profiles)
 app.command()(methods)
 
