@@ -10,7 +10,9 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import constants, errors
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.builders import tiny_causal_model, write_hugging_face, write_llama_gguf
 from tests.cli_runner import run_cli
@@ -99,6 +101,14 @@ def test_a_shipped_shape_is_exact(name: str) -> None:
     shape = shape_of(name)
     assert shape is not None and spec == spec_from_config(shape, name, runnable=False)
     assert spec_from_config(config, name, runnable=False) == spec
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_model_of_a_shape_has_these_weights(name: str) -> None:
+    _, config = model_shape(name, {}, True, silent)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert sum(weight.numel() for weight in model.parameters()) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", sorted({*PARAMETERS} - {"phi-3.5-mini"}))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -492,3 +494,26 @@ def test_a_broken_profile_at_the_command_line(tmp_path: Path) -> None:
     result = run_cli("profiles", str(path), "--json")
     result_document: dict[str, Any] = json.loads(result.out)
     assert result.code == 2 and f"{path}:13" in result_document["error"]["message"]
+
+
+# Whatever a file holds
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_damaged_file_ends_in_a_profile_or_an_error_with_its_line(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    path = tmp_path / "bad.yaml"
+    for _ in range(40):
+        content = bytearray(TEXT.encode())
+        for _ in range(chance.randrange(1, 4)):
+            start = chance.randrange(len(content))
+            piece = chance.choice(
+                [b"", b"[", b"{", b"*a", b"&a ", b"!!int ", b": ", b"\n", b"\t", b"\xff", b"\0", b"- "]
+            )
+            content[start : start + chance.choice([0, 1, 8])] = piece
+        path.write_bytes(content)
+        try:
+            assert load_profile(path).path == path
+        except UsageError as error:
+            assert re.match(re.escape(str(path)) + r":[1-9]\d*: ", error.message), error.message
+            assert int(error.message[len(str(path)) + 1 :].split(":")[0]) <= content.count(b"\n") + 1

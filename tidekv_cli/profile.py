@@ -98,9 +98,7 @@ def _variables(value: Value) -> dict[str, str]:
     """Only what steers the allocators, so that a profile cannot preload a library."""
     for key, inner in entries(value).items():
         if not re.fullmatch(r"(PYTORCH|CUDA|CUBLAS)_[A-Z0-9_]{1,60}", key):
-            raise inner.error(
-                f"{inner.key} is no variable of an allocator; it must begin with PYTORCH_, CUDA_ or CUBLAS_"
-            )
+            raise inner.error(f"{inner.key} must be a variable that begins with PYTORCH_, CUDA_ or CUBLAS_")
     return {key: text(inner) for key, inner in entries(value).items()}
 
 

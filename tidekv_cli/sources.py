@@ -58,7 +58,7 @@ def path_on_disk(alias: ModelAlias | HubAlias, environ: Mapping[str, str]) -> Pa
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        found = _snapshot(alias.repository, local_files_only=True)
+        found = _snapshot(alias.repository, local=True)
     except (LocalEntryNotFoundError, OSError):
         return None
     return found if _is_complete(found) else None
@@ -231,20 +231,24 @@ def _hub_directory(name: str, offline: bool, note: Note, again: bool = False) ->
 
     with _hub_errors(name, offline):
         try:
-            found = None if again else _snapshot(name, local_files_only=True)
+            found = None if again else _snapshot(name, local=True)
             if found is not None and (offline or _is_complete(found)):
                 return found
         except LocalEntryNotFoundError:
             if offline:
                 raise
         note(f"fetching {name} from the hub")
-        return _snapshot(name, force_download=again)
+        return _snapshot(name, again=again)
 
 
-def _snapshot(name: str, **how: bool) -> Path:
+def _snapshot(name: str, local: bool = False, again: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, **how))
+    return Path(
+        snapshot_download(
+            name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=local, force_download=again
+        )
+    )
 
 
 def hub_config_directory(name: str, offline: bool, note: Note) -> Path:

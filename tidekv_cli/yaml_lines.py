@@ -96,16 +96,19 @@ def _value(path: Path, node: Any, line: int, key: str, seen: set[int]) -> Value:
     if node.id == "scalar":
         return Value(path, line, key, tag, node.value)
     if node.id == "sequence":
-        items = [_value(path, item, _line(item), f"{key}[{place}]", seen) for place, item in enumerate(node.value)]
+        items = []
+        for place, item in enumerate(node.value):
+            own = line if id(item) in seen else _line(item)  # an alias has the line of what it stands for
+            items.append(_value(path, item, own, f"{key}[{place}]", seen))
         return Value(path, line, key, tag, items)
     found: dict[str, Value] = {}
     for name, inner in node.value:
         if name.id != "scalar":
             raise _error(path, _line(name), "a key is a list or a mapping; it must be a word")
+        whole = f"{key}.{_short(name.value)}" if key else _short(name.value)
         if name.value in found:
             lines = f"lines {found[name.value].line} and {_line(name)}"
-            raise _error(path, _line(name), f"the key {_short(name.value)} is there twice, in {lines}")
-        whole = f"{key}.{_short(name.value)}" if key else _short(name.value)
+            raise _error(path, _line(name), f"the key {whole} is there twice, in {lines}")
         found[name.value] = _value(path, inner, _line(name), whole, seen)
     return Value(path, line, key, tag, found)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tidekv_cli.catalog import ALIASES, DEFAULT_MODEL, HUB_ALIASES
+from tidekv_cli.catalog import ALIASES, DEFAULT_MODEL, HUB_ALIASES, HubAlias, ModelAlias
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import ModelError
 
@@ -21,7 +21,8 @@ def list_models(context: typer.Context) -> None:
 
     environment: Environment = context.obj
     rows = []
-    for alias in (*ALIASES.values(), *HUB_ALIASES.values()):
+    aliases: list[ModelAlias | HubAlias] = [*ALIASES.values(), *HUB_ALIASES.values()]
+    for alias in aliases:
         default = " (default)" if alias.name == DEFAULT_MODEL else ""
         where = str(path_on_disk(alias, environment.environ) or "not fetched")
         rows.append((alias.name + default, alias.description, alias.license, alias.origin, where))
