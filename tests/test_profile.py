@@ -498,6 +498,8 @@ def test_a_broken_profile_at_the_command_line(tmp_path: Path) -> None:
 
 # Whatever a file holds
 
+PIECES = [b"", b"[", b"{", b"*a", b"&a ", b"!!int ", b": ", b"\n", b"\t", b"\xff", b"\0", b"- "]
+
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_damaged_file_ends_in_a_profile_or_an_error_with_its_line(tmp_path: Path, seed: int) -> None:
