@@ -50,7 +50,8 @@ def test_nothing_below_imports_commands() -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    for name in ("plan", "model_spec", "methods", "profile", "device", "sources", "gguf_file", "request", "documents"):
+    names = ("plan", "model_spec", "methods", "profile", "device", "sources", "gguf_file", "request", "documents")
+    for name in (*names, "catalog", "model_shape", "yaml_lines"):
         assert not {"torch", "transformers"} & {n.split(".")[0] for n in imports(PACKAGE / f"{name}.py")}, name
 
 
