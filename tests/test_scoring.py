@@ -133,8 +133,8 @@ def test_top_k_is_a_stable_sort() -> None:
     for count in (1, 5, 40, 99, 100):
         scores = torch.randint(0, 7, (3, 100), generator=draw).float() / 7
         expected = scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
-        for block, room in product((1, 3, 32, 100), (0, 1, 20, 1000)):
-            top = StreamingTopK(count, room)
+        for block, room in product((1, 3, 32, 100), (1, 2, 20, 1000)):
+            top = StreamingTopK(count, 100, room)
             for part in scores.split(block, 1):
                 top.push(part)
             positions, kept = top.result()
@@ -143,10 +143,10 @@ def test_top_k_is_a_stable_sort() -> None:
 
 
 def test_top_k_ranks_nan_last_and_infinity_first() -> None:
-    top = StreamingTopK(2, 1)
+    top = StreamingTopK(2, 5, 1)
     top.push(torch.tensor([[float("nan"), 1.0, float("nan"), float("inf"), 0.0]]))
     assert top.result()[0].tolist() == [[1, 3]]
-    empty = StreamingTopK(2, 1)
+    empty = StreamingTopK(2, 4, 1)
     empty.push(torch.full((1, 4), float("nan")))
     assert empty.result()[0].tolist() == [[0, 1]]
 
@@ -158,7 +158,7 @@ def test_top_k_with_nan_among_duplicates() -> None:
     ranked = scores.nan_to_num(float("-inf")).sort(dim=1, descending=True, stable=True).indices
     for count in (1, 30, 100, 119):  # 100 and more take some of the NaNs, the lowest positions first
         for block in (1, 7, 120):
-            top = StreamingTopK(count, 10)
+            top = StreamingTopK(count, 120, 10)
             for part in scores.split(block, 1):
                 top.push(part)
             assert torch.equal(top.result()[0], ranked[:, :count].sort(1).values)
@@ -170,14 +170,14 @@ def test_top_k_orders_every_kind_of_number() -> None:
     scores = torch.tensor(kinds)[torch.randint(0, len(kinds), (3, 200), generator=draw)]
     ranked = scores.sort(dim=1, descending=True, stable=True).indices
     for count in range(1, 200, 9):
-        top = StreamingTopK(count, 0)
+        top = StreamingTopK(count, 200, 1)
         for part in scores.split(50, 1):
             top.push(part)
         assert torch.equal(top.result()[0], ranked[:, :count].sort(1).values)
 
 
 def test_top_k_holds_no_more_than_it_says() -> None:
-    top = StreamingTopK(10, 40)
+    top = StreamingTopK(10, 51 * 16, 40)
     meter = LiveMeter()
     with meter:
         top.push(torch.zeros(2, 16))
@@ -185,11 +185,11 @@ def test_top_k_holds_no_more_than_it_says() -> None:
         for _ in range(50):
             top.push(torch.zeros(2, 16))
             held.append(meter.live_bytes)
-    assert max(held) <= 2 * (10 + 40 + 16) * (4 + 8)
+    assert max(held) <= 2 * (10 + 40) * 4 + 2 * 10 * 8
 
 
 def test_top_k_counts_positions_from_the_first() -> None:
-    top = StreamingTopK(2, 1, first=3)
+    top = StreamingTopK(2, 4, 1, first=3)
     top.push(torch.tensor([[1.0, 5.0]]))
     top.push(torch.tensor([[0.0, 5.0]]))
     assert top.result()[0].tolist() == [[4, 6]]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 # Matrix kernels round differently in ragged last rows; whole tiles make a score independent of the block size.
 _TILE = 64
+_PART = 2048  # keys whose logits exist at a time
 
 Pooling = Literal["avg", "max"]
 
@@ -35,44 +36,52 @@ class Observer:
 
     def __init__(self, window: int, length: int) -> None:
         self._first = length - min(window, length)
-        self._queries: list[Tensor] = []
-        self._lse: list[Tensor] = []
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}  # queries and LSE by their first position
         self._scale = 1.0
 
     def catch(self, queries: Tensor, lse: Tensor, start: int, scale: float) -> None:
-        """Keep what lies in the window of `queries` [1, Hq, n, D], whose first row has position `start`."""
+        """Keep what lies in the window of `queries` [1, Hq, n, D], whose first row has position `start`.
+
+        What was caught from `start` on before, of a chunk that did not come to its end, is forgotten.
+        """
         stop = start + queries.shape[2]
         if stop <= self._first:
             return
+        for stale in [position for position in self._seen if position >= start]:
+            del self._seen[stale]
         skip = max(self._first - start, 0)
-        self._queries.append(queries[0, :, skip:].clone())
-        self._lse.append(lse[0, :, skip:].clone())
+        self._seen[start] = queries[0, :, skip:].clone(), lse[0, :, skip:].clone()
         self._scale = scale
 
     def take(self) -> Observation:
         """The observation of the layer that just ended; the next layer starts empty."""
-        queries, lse = torch.cat(self._queries, 1), torch.cat(self._lse, 1)
-        self._queries, self._lse = [], []
-        return Observation(queries, lse, self._scale)
+        queries, lse = zip(*self._seen.values(), strict=True)
+        taken = Observation(torch.cat(queries, 1), torch.cat(lse, 1), self._scale)
+        self._seen = {}
+        return taken
 
 
 def window_scores(keys: Tensor, observation: Observation, prefix: int, block: int) -> Iterator[Tensor]:
     """Mean attention weight of keys 0 .. prefix-1 over the window's queries and a group's heads.
 
-    keys [Hkv, S, D]; yields [Hkv, n] float32, in order of position, n at most `block` rounded up to a tile. Every
-    window query sees every prefix key, so no mask is needed. Without an LSE it is computed first (the paper's two
-    passes).
+    keys [Hkv, S, D]; yields [Hkv, n] float32, in order of position, n at most `block`. Every window query sees every
+    prefix key, so no mask is needed. Without an LSE it is computed first (the paper's two passes).
     """
-    queries = _grouped(observation, keys.shape[0])  # [Hkv, G W, D]
+    queries = _grouped(observation, keys.shape[0]).transpose(1, 2)  # [Hkv, D, G W]
     lse = window_lse(keys, observation, prefix, block) if observation.lse is None else observation.lse
-    rows = queries.shape[1]
+    rows = queries.shape[2]
     shift = lse.reshape(keys.shape[0], 1, rows) + math.log(rows)  # the mean's division, done once
-    step = -(-min(block, prefix) // _TILE) * _TILE
-    buffer = lse.new_empty(lse.numel() * step)  # one block's logits, written again for the next
-    for start in range(0, prefix, step):
-        part = keys[:, start : min(start + step, prefix)]
-        scores = _logits(queries, part, buffer).sub_(shift).exp_().sum(2)
-        yield scores if scores.shape[1] == part.shape[1] else scores[:, : part.shape[1]]
+    part = -(-min(block, prefix, _PART) // _TILE) * _TILE
+    buffer = lse.new_empty(keys.shape[0], part, rows)  # one part's logits, written again for the next
+    for start in range(0, prefix, block):
+        stop = min(start + block, prefix)
+        scores = lse.new_empty(keys.shape[0], stop - start)
+        for at in range(start, stop, part):
+            to = min(at + part, stop)
+            weights = _logits(queries, keys[:, at:to], buffer).sub_(shift).exp_()
+            weights = weights if weights.shape[1] == to - at else weights[:, : to - at]
+            torch.sum(weights, 2, out=scores[:, at - start : to - start])
+        yield scores
 
 
 def window_lse(keys: Tensor, observation: Observation, prefix: int, block: int) -> Tensor:
@@ -80,13 +89,13 @@ def window_lse(keys: Tensor, observation: Observation, prefix: int, block: int) 
 
     Running maximum and normaliser over key blocks; keys past a query's own position count as -inf.
     """
-    queries = _grouped(observation, keys.shape[0])
-    heads, rows, _ = queries.shape
+    queries = _grouped(observation, keys.shape[0]).transpose(1, 2)
+    heads, _, rows = queries.shape
     window = observation.queries.shape[1]
     last_seen = prefix + torch.arange(window, device=keys.device).repeat(rows // window)  # of row g W + w
     maximum = keys.new_full((heads, rows), float("-inf"), dtype=torch.float32)
     total = torch.zeros_like(maximum)
-    buffer = maximum.new_empty(maximum.numel() * (block + _TILE))
+    buffer = maximum.new_empty(heads, block + _TILE, rows)
     for start in range(0, keys.shape[1], block):
         part = keys[:, start : start + block]
         logits = _logits(queries, part, buffer)[:, : part.shape[1]].transpose(1, 2)  # [Hkv, G W, n]
@@ -108,7 +117,7 @@ def _grouped(observation: Observation, kv_heads: int) -> Tensor:
 
 
 def _logits(queries: Tensor, keys: Tensor, buffer: Tensor) -> Tensor:
-    """Of queries [Hkv, R, D] and keys [Hkv, n, D]: [Hkv, n rounded up to a tile, R] float32 in `buffer`.
+    """Of queries [Hkv, D, R] and keys [Hkv, n, D]: [Hkv, n rounded up to a tile, R] float32 in `buffer`.
 
     Rows past n are zeros. Keys first, and a key's logits side by side: a tenth quicker than the other way round.
     """
@@ -116,9 +125,9 @@ def _logits(queries: Tensor, keys: Tensor, buffer: Tensor) -> Tensor:
     ragged = -keys.shape[1] % _TILE
     if ragged:
         keys = F.pad(keys, (0, 0, 0, ragged))
-    heads, rows, _ = queries.shape
-    out = buffer[: heads * keys.shape[1] * rows].view(heads, -1, rows)
-    return torch.bmm(keys, queries.transpose(1, 2), out=out)
+    shape = keys.shape[0], keys.shape[1], queries.shape[2]
+    out = buffer if buffer.shape == shape else buffer.view(-1)[: math.prod(shape)].view(shape)
+    return torch.bmm(keys, queries, out=out)
 
 
 def pool_scores(blocks: Iterator[Tensor], kernel: int, pooling: Pooling) -> Iterator[Tensor]:
@@ -151,44 +160,48 @@ def _greatest(row: Tensor, kernel: int) -> Tensor:
 
 
 class StreamingTopK:
-    """The `count` highest scores per head of a stream of blocks; equal scores go to the lower position.
+    """The `count` highest scores per head of `total` columns that come in blocks; equal scores go to the lower one.
 
-    Chooses again whenever `room` columns have come beside the best so far: seldom, since a choice is many small
-    operations. Holds scores [H, n], n at most count + room + one block. NaN ranks below everything.
+    Holds scores [H, n], n at most count + room, and chooses when they are full: seldom, since a choice is many small
+    operations. NaN ranks below everything.
     """
 
-    def __init__(self, count: int, room: int, first: int = 0) -> None:
-        """`first` is the position of the first column that is pushed."""
-        self._count, self._room = count, room
-        self._chosen: Tensor | None = None  # positions [H, count] of the best of what came before
-        self._scores: list[Tensor] = []  # theirs, then blocks as they came, which end at `_next`
+    def __init__(self, count: int, total: int, room: int, first: int = 0) -> None:
+        """`first` is the position of the first column that is pushed; `room` is at least 1."""
+        assert 0 < count <= total and room > 0
+        self._count, self._capacity = count, min(count + room, total)
+        self._scores: Tensor | None = None  # of the best of what came before, then of columns as they came
+        self._chosen: Tensor | None = None  # positions [H, count] of the former
         self._held, self._next = 0, first
 
     def push(self, scores: Tensor) -> None:
         """Offer the scores [H, n] of the next n positions."""
-        self._scores.append(scores)
-        self._held += scores.shape[1]
-        self._next += scores.shape[1]
-        if self._held > self._count + self._room:
-            self._compress()
+        if self._scores is None:
+            self._scores = scores.new_empty(scores.shape[0], self._capacity)
+        taken = 0
+        while taken < scores.shape[1]:
+            if self._held == self._capacity:
+                self._choose(self._scores)
+            more = min(scores.shape[1] - taken, self._capacity - self._held)
+            self._scores[:, self._held : self._held + more] = scores[:, taken : taken + more]
+            taken, self._held, self._next = taken + more, self._held + more, self._next + more
 
-    def _compress(self) -> tuple[Tensor, Tensor]:
-        """The best `count` columns of each row, in the order they came; every shape is known beforehand."""
-        scores = torch.cat(self._scores, 1).nan_to_num_(float("-inf"), float("inf"), float("-inf"))
-        heads, held = scores.shape
-        fresh = held if self._chosen is None else held - self._count
-        positions = torch.arange(self._next - fresh, self._next, device=scores.device).expand(heads, -1)
+    def _choose(self, held: Tensor) -> Tensor:
+        """Leave the best `count` columns of each row in front, in the order they came; returns their positions."""
+        scores = held[:, : self._held].nan_to_num_(float("-inf"), float("inf"), float("-inf"))
+        fresh = self._held if self._chosen is None else self._held - self._count
+        positions = torch.arange(self._next - fresh, self._next, device=held.device).expand(len(held), -1)
         if self._chosen is not None:
             positions = torch.cat((self._chosen, positions), 1)
         best = _ranks(scores).topk(self._count, dim=1, sorted=False).indices.sort(dim=1).values
-        self._chosen, scores = positions.gather(1, best), scores.gather(1, best)
-        self._scores, self._held = [scores], self._count
-        return self._chosen, scores
+        held[:, : self._count] = scores.gather(1, best)
+        self._chosen, self._held = positions.gather(1, best), self._count
+        return self._chosen
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Positions [H, count] ascending and their scores. At least `count` positions must have been offered."""
-        assert self._held >= self._count
-        return self._compress()
+        assert self._scores is not None and self._held >= self._count
+        return self._choose(self._scores), self._scores[:, : self._count]
 
 
 def _ranks(scores: Tensor) -> Tensor:
@@ -198,5 +211,5 @@ def _ranks(scores: Tensor) -> Tensor:
     their bits read as a whole number, if those of negative ones are turned round; adding 0 makes -0 a 0.
     """
     bits = scores.add(0.0).view(torch.int32)
-    bits ^= (bits >> 31) & 0x7FFFFFFF
-    return (bits.long() << 32).sub_(torch.arange(scores.shape[1], device=scores.device))
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
+    return bits.long().bitwise_left_shift_(32).sub_(torch.arange(scores.shape[1], device=scores.device))

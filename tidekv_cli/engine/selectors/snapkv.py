@@ -55,7 +55,7 @@ class SnapKV:
         if count == 0:
             return Selection(torch.cat((first, last), 1))
         assert view.observation is not None
-        top = StreamingTopK(count, _BLOCKS_HELD * view.score_block, first=self.sinks)
+        top = StreamingTopK(count, prefix - self.sinks, _BLOCKS_HELD * view.score_block, first=self.sinks)
         ahead = self.sinks  # sinks take part in pooling, not in the choice
         raw = window_scores(view.keys, view.observation, prefix, view.score_block)
         for scores in pool_scores(raw, self.pool_kernel, self.pool):
