@@ -8,8 +8,8 @@ its markers in README.md, the largest predicted context of llama-3.1-8b on every
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def tidekv(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def picture(name: str, arguments: tuple[str, ...]) -> None:
     """What a run of the command shows, as docs/NAME.svg."""
-    console = Console(record=True, width=118, file=open(os.devnull, "w", encoding="utf-8"))
+    console = Console(record=True, width=118, file=io.StringIO())
     console.print(Text(f"$ tidekv {shlex.join(arguments)}", style="bold"))
     console.print(Text(tidekv(*arguments).stdout.rstrip()))
     console.save_svg(str(ROOT / "docs" / f"{name}.svg"), title="tidekv")
@@ -65,7 +65,10 @@ def main() -> None:
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    header = ["| profile | memory, GiB | largest context (limited by) | by memory alone | peak there, GiB |", "|---|---|---|---|---|"]
+    header = [
+        "| profile | memory, GiB | largest context (limited by) | by memory alone | peak there, GiB |",
+        "|---|---|---|---|---|",
+    ]
     table = "\n".join([BEGIN, "", *header, *capacity_rows(), "", END])
     readme.write_text(before + table + after, encoding="utf-8")
 

@@ -115,7 +115,8 @@ def test_errors(plans: dict[str, str], arguments: tuple[str, ...], code: int, wo
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-3.2-1b", "llama-3.2-3b", "mistral-7b-v0.2", "qwen2.5-7b", "qwen3-8b", "phi-3.5-mini", "smollm2-1.7b"]
+    "name",
+    ["llama-3.2-1b", "llama-3.2-3b", "mistral-7b-v0.2", "qwen2.5-7b", "qwen3-8b", "phi-3.5-mini", "smollm2-1.7b"],
 )
 def test_every_alias_has_an_answer(plans: dict[str, str], name: str) -> None:
     found = probe(plans, "-m", name, "--profile", "h200", "--context", "60000", "--json").document

@@ -136,7 +136,17 @@ def test_figures_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"x": []}', "\x00", '{"START": 3}', '{"START": [3]}', '{"START": [{"cache": "a"}]}', '{"START": []}'],
+    [
+        "",
+        "{",
+        "[]",
+        '{"x": []}',
+        "\x00",
+        '{"START": 3}',
+        '{"START": [3]}',
+        '{"START": [{"cache": "a"}]}',
+        '{"START": []}',
+    ],
 )
 def test_a_damaged_file_is_as_good_as_none(tmp_path: Path, content: str) -> None:
     settings = plan_settings(llama_8b())

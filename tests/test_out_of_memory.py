@@ -58,7 +58,8 @@ def same(found: Prefilled, expected: Prefilled) -> bool:
         return bool((a - b).abs().max() <= 1e-4 * b.abs().max())
 
     kept = all(torch.equal(a, b) for a, b in zip(found.kept, expected.kept, strict=True))
-    rows = all(close(a.keys, b.keys) and close(a.values, b.values) for a, b in zip(found.cache, expected.cache))
+    stores = zip(found.cache, expected.cache, strict=True)
+    rows = all(close(a.keys, b.keys) and close(a.values, b.values) for a, b in stores)
     return kept and rows and close(found.logits, expected.logits)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tidekv_cli.errors import DoesNotFitError
 from tidekv_cli.methods import SELECTORS
@@ -68,7 +69,8 @@ class Fitter:
 
     def _lowered(self, settings: PlanSettings, field: str, sizes: list[int], length: int) -> PlanSettings:
         """With the largest of the falling `sizes` at which the prompt fits, or else with the least."""
-        trials = [replace(settings, **{field: size}) for size in sizes]
+        changes: list[dict[str, Any]] = [{field: size} for size in sizes]
+        trials = [replace(settings, **change) for change in changes]
         if not self._planner(trials[-1]).fits(length):
             return trials[-1]
         return next(trial for trial in trials if self._planner(trial).fits(length))

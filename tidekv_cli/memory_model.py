@@ -95,7 +95,8 @@ class MemoryModel:
 
 
 def _highest(phases: Phases) -> dict[str, int]:
-    return dict(max(phases, key=lambda items: sum(items.values())))
+    totals = [sum(items.values()) for items in phases]
+    return dict(phases[totals.index(max(totals))])
 
 
 def _extrapolated(values: Sequence[int], ahead: Fraction) -> int:

@@ -30,7 +30,7 @@ class PlanSettings:
     chunk_size: int
     score_block: int
     budget_tokens: int | None
-    selector_settings: Mapping[str, int | str]
+    selector_settings: Mapping[str, int | float | str]
     max_new_tokens: int
     attention: str
     reserve_items: Mapping[str, int]

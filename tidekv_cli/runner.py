@@ -164,10 +164,10 @@ class Runner:
 
         request, choice, plan = self._request, outcome.choice, outcome.plan
         began = time.perf_counter()
-        attention = choose_attention(choice.attention, torch.device(outcome.device.kind))
+        attention = choose_attention(choice.attention, torch.device(outcome.device.address))
         settings = engine_settings(plan.settings, len(ids), attention)
         room = Room(
-            lambda: detect_device(outcome.device.kind).free_bytes,
+            lambda: detect_device(outcome.device.address).free_bytes,
             plan.bytes.workspace,
             len(ids) if settings.schedule == "oneshot" else settings.chunk_size,
         )

@@ -92,10 +92,11 @@ def set_up(request: RunRequest, config: Mapping[str, Any], environ: Mapping[str,
         if wanted != "auto":
             raise DeviceError(f"{here.name} cannot be used: this version computes on the CPU only", "use --device cpu")
         here = detect_device("cpu", Machine(environ=environ))
-    matched = match_profile(here.name, here.kind, here.board, here.total_bytes, list_profiles(environ).values())
+    matched = match_profile(here.name, here.kind, here.board, here.total_bytes, list_profiles(environ))
     reference = first_given(request.profile, config.get("profile"), matched.name)
     profile = matched if reference == matched.name else find_profile(reference, environ)
-    elsewhere = not compute and profile.memory is not None and profile.name != matched.name
+    is_here = profile.kind == here.kind and profile.match.accepts(here.name, here.board, here.total_bytes)
+    elsewhere = not compute and profile.memory is not None and not is_here
     device = _not_here(profile) if elsewhere else here
     choice = choose_settings(request, config, profile, device.kind)
     limit = None if request.memory_limit is None else parse_bytes(request.memory_limit, "--memory-limit")

@@ -71,7 +71,7 @@ def _run(request: RunRequest, prompt_tokens: int, environ: Mapping[str, str]) ->
         name = first_given(request.model, config.get("model"), DEFAULT_MODEL)
         files = inspect_model(resolve_model(name, environ, request.offline).path)
         planned = setup.fitter().starting_point(setup.plan_settings(files.spec, files.config))
-        attention = choose_attention(planned.attention, torch.device(setup.device.kind))
+        attention = choose_attention(planned.attention, torch.device(setup.device.address))
         settings = engine_settings(planned, prompt_tokens, attention)
         session = Session(load_model(files, torch_dtype(planned)).model, frozenset())
         ids = [number % files.spec.vocab_size for number in range(prompt_tokens)]
