@@ -64,8 +64,8 @@ def same(found: Prefilled, expected: Prefilled) -> bool:
 
 
 def fail_everywhere(model: Any, schedule: str, numbers: range) -> dict[str, int]:
-    """Fail at each of the operations `numbers` in turn; how often it ended in an answer and in an error."""
-    session, ids, ended = Session(model, frozenset()), prompt_ids(), {"answer": 0, "error": 0}
+    """Fail at each of the operations `numbers` in turn; how it ended, and how often something was lowered."""
+    session, ids, ended, lowered = Session(model, frozenset()), prompt_ids(), {"answer": 0, "error": 0}, 0
     expected, _ = session.prefill(ids, settings(schedule))
     for number in numbers:
         failing = FailAt(number, SAYINGS[number % len(SAYINGS)])
@@ -79,24 +79,30 @@ def fail_everywhere(model: Any, schedule: str, numbers: range) -> dict[str, int]
             ended["answer"] += 1
             if failing.count < number:
                 break
-            assert found.lowered, number
+            lowered += bool(found.lowered)
         again, _ = session.prefill(ids, settings(schedule))
         assert torch.equal(again.logits, expected.logits), number
         assert all(torch.equal(a, b) for a, b in zip(again.kept, expected.kept, strict=True)), number
-    return ended
+    return {**ended, "lowered": lowered}
 
 
 @pytest.mark.parametrize(("schedule", "offset"), [("tide", 0), ("tide", 13), ("oneshot", 5)])
 def test_memory_that_runs_out_anywhere(tiny_model: Callable[..., Any], schedule: str, offset: int) -> None:
     ended = fail_everywhere(tiny_model(num_hidden_layers=3), schedule, range(1 + offset, 3000, 37))
-    assert ended["answer"] > (20 if schedule == "tide" else 1) and ended["error"] > 1
+    if schedule == "tide":  # one failure is always made good
+        assert ended["answer"] > 15 and ended["error"] == 0 and ended["lowered"] > 5
+    else:
+        assert ended["answer"] > 1 and ended["error"] > 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["tide", "oneshot"])
 def test_memory_that_runs_out_everywhere(tiny_model: Callable[..., Any], schedule: str) -> None:
     ended = fail_everywhere(tiny_model(num_hidden_layers=3), schedule, range(1, 5000))
-    assert ended["answer"] > 200 if schedule == "tide" else ended["answer"] > 50
+    if schedule == "tide":
+        assert ended["answer"] > 500 and ended["error"] <= 3 and ended["lowered"] > 100
+    else:
+        assert ended["answer"] > 50
 
 
 def test_a_ceiling_is_met_with_a_smaller_chunk(tiny_model: Callable[..., Any]) -> None:

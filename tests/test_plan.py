@@ -85,5 +85,5 @@ def test_reserve_counts(plans: Path) -> None:
 
 
 def test_no_budget_is_a_budget_of_everything(plans: Path) -> None:
-    full = Planner(plan_settings(llama_8b(), budget_tokens=None), plans).plan(30_000).bytes
-    assert full.cache == 32 * 30_000 * 4096
+    plan = Planner(plan_settings(llama_8b(), budget_tokens=None), plans).plan(30_000)
+    assert plan.cache_bytes == 32 * 30_001 * 4096

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tidekv_cli.plan import Plan, PlannedBytes, Planner
 
-_SHORTEST_ROW = 4096
+_SHORTEST_ROW = 8192
 
 
 @dataclass(frozen=True, slots=True)

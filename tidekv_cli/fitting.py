@@ -38,12 +38,13 @@ class Fitter:
         settings = self.starting_point(settings)
         changes: list[str] = []
         for field, sizes in self._smaller(settings):
-            peak = self._planner(settings).bytes(length).peak
-            if settings.free_bytes is None or peak <= settings.free_bytes:
+            planned, free = self._planner(settings).bytes(length), settings.free_bytes
+            peak = planned.peak
+            if free is None or peak <= free or planned.weights + planned.reserve > free:
                 break
             lowered = self._lowered(settings, field, sizes, length)
             if self._planner(lowered).bytes(length).peak < peak:
-                why = f"the predicted peak of {format_bytes(peak)} exceeds the {format_bytes(settings.free_bytes)} free"
+                why = f"the predicted peak of {format_bytes(peak)} exceeds the {format_bytes(free)} free"
                 before, after = getattr(settings, field), getattr(lowered, field)
                 changes.append(f"{field.removesuffix('_tokens')} {before} -> {after}: {why}")
                 settings = lowered
@@ -52,7 +53,9 @@ class Fitter:
             return plan
         # The longest prompt is that of the least budget; this one's budget is the largest that fits.
         settings = replace(settings, budget_tokens=self._largest_budget(settings, length))
-        return replace(plan, settings=settings, bytes=self._planner(settings).bytes(length))
+        return replace(
+            self._planner(settings).plan(length), memory_prompt_tokens=plan.memory_prompt_tokens, changes=plan.changes
+        )
 
     def _smaller(self, settings: PlanSettings) -> Iterator[tuple[str, list[int]]]:
         """Each field that may be lowered, in order, with its smaller values."""
@@ -113,9 +116,13 @@ class Fitter:
         """The error for a plan that does not fit: the longest prompt that does, and the flag that helps most."""
         settings, free = plan.settings, plan.settings.free_bytes
         fixed = plan.bytes.weights + plan.bytes.reserve
-        ways = {flag: self._planner(changed).bytes(plan.prompt_tokens).peak for flag, changed in _savers(settings)}
+        hopeless = free is not None and fixed > free
+        savers = {
+            flag: changed for flag, changed in _savers(settings) if not hopeless or changed.dtype != settings.dtype
+        }
+        ways = {flag: self._planner(changed).bytes(plan.prompt_tokens).peak for flag, changed in savers.items()}
         flag = min(ways, key=lambda name: ways[name], default="")
-        if free is not None and ways.get(flag, fixed) > free and fixed > free:
+        if hopeless and (free is None or ways.get(flag, fixed) > free):
             way = f"weights and reserve alone take {format_bytes(fixed)}: use a smaller model, or a device with more"
         elif not flag or ways[flag] >= plan.bytes.peak:
             way = "no single flag helps"

@@ -10,11 +10,8 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import cache
 from importlib.metadata import version
-from itertools import pairwise
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,14 +47,13 @@ class MemoryModel:
         return _highest(self._sampled(length))
 
     def phases(self, length: int) -> Phases:
-        """Bytes by item at the peak of each phase: first layer, two in the middle, last layer, decoding."""
+        """Bytes by item at the peak of each of `simulate`'s phases."""
         start, step = self.regime(length)
         if length <= start:
             return self._sampled(length)
         samples = [self._sampled(start + number * step) for number in range(self._degree + 1)]
-        ahead = Fraction(length - start, step)
         return [
-            {item: _extrapolated([sample[item] for sample in phase], ahead) for item in phase[0]}
+            {item: _extrapolated([sample[item] for sample in phase], length - start, step) for item in phase[0]}
             for phase in zip(*samples, strict=True)
         ]
 
@@ -65,7 +61,8 @@ class MemoryModel:
         """Where the lines begin, and how far apart the lengths are that they go through."""
         settings = self._settings
         step = _ONESHOT_STEP if self._whole else settings.chunk_size
-        waiting = 2 * settings.score_block if settings.window else 0  # what the top-k holds beside its best
+        # The top-k holds two blocks beside its best, and its positions when a whole block comes after the first choice.
+        waiting = 4 * settings.score_block if settings.window else 0
         start = (settings.budget_tokens or 0) + waiting + settings.window + 3 * step
         # A matrix of logits grows with the keys of the last whole chunk, so it has a line for each remainder.
         remainder = length if settings.attention == "eager" else 0
@@ -99,15 +96,12 @@ def _highest(phases: Phases) -> dict[str, int]:
     return dict(phases[totals.index(max(totals))])
 
 
-def _extrapolated(values: Sequence[int], ahead: Fraction) -> int:
-    """The polynomial through `values` at 0, 1, .. , at `ahead`, rounded up (Newton's forward differences)."""
-    total, factor = Fraction(0), Fraction(1)
-    differences = list(values)
-    for order in range(len(values)):
-        total += factor * differences[0]
-        differences = [b - a for a, b in pairwise(differences)]
-        factor *= (ahead - order) / (order + 1)
-    return ceil(total)
+def _extrapolated(values: Sequence[int], ahead: int, step: int) -> int:
+    """The line, or parabola, through `values` at 0, `step` and 2 `step`, at `ahead`, rounded up."""
+    first = values[1] - values[0]  # Newton's forward differences
+    second = values[2] - values[1] - first if len(values) > 2 else 0
+    scaled = 2 * step * step * values[0] + 2 * step * first * ahead + second * ahead * (ahead - step)
+    return -(-scaled // (2 * step * step))
 
 
 def _key(settings: PlanSettings) -> str:

@@ -69,12 +69,14 @@ class PlannedBytes:
 class Plan:
     """What is going to be done to a prompt of `prompt_tokens`, and what it takes.
 
-    `memory_prompt_tokens` is the longest prompt that fits; `changes` says what was lowered to make this one fit.
+    `cache_bytes` is the final cache, with room for new tokens; `memory_prompt_tokens` the longest prompt that fits;
+    `changes` says what was lowered to make this one fit.
     """
 
     settings: PlanSettings
     prompt_tokens: int
     bytes: PlannedBytes
+    cache_bytes: int
     memory_prompt_tokens: int | None
     changes: tuple[str, ...] = ()
 
@@ -118,8 +120,10 @@ class Planner:
 
     def plan(self, prompt_tokens: int) -> Plan:
         """The plan for a prompt of `prompt_tokens`."""
-        peak = self._model.simulated(prompt_tokens) if self._exact else self._model.peak(prompt_tokens)
-        return Plan(self.settings, prompt_tokens, self._items(peak), self.largest_prompt)
+        model = self._model
+        peak = model.simulated(prompt_tokens) if self._exact else model.peak(prompt_tokens)
+        cache = model.phases(prompt_tokens)[-1]["cache"]  # the last phase is decoding
+        return Plan(self.settings, prompt_tokens, self._items(peak), cache, self.largest_prompt)
 
     def bytes(self, length: int) -> PlannedBytes:
         """Bytes by item for a prompt of `length` tokens, at the moment of the peak."""

@@ -175,7 +175,9 @@ def _headroom(plan: Plan, device: Device) -> str:
         return "headroom  unknown: free memory cannot be read"
     limited = "" if free == device.free_bytes else f", limited to {format_bytes(free)} by --memory-limit"
     percent = f" ({100 * headroom / free:.1f} % of what is free{limited})" if headroom >= 0 and free else limited
-    return f"headroom  {format_bytes(headroom)}{percent}\n{_largest(plan)}"
+    return (
+        f"final cache  {format_bytes(plan.cache_bytes)}\nheadroom  {format_bytes(headroom)}{percent}\n{_largest(plan)}"
+    )
 
 
 def _largest(plan: Plan) -> str:

@@ -6,7 +6,7 @@ middle raises what comes after it by what one layer leaves behind. So are chunks
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.attention import Attention, choose_attention
 from tidekv_cli.engine.decode import next_logits
 from tidekv_cli.engine.meter import LiveMeter
-from tidekv_cli.engine.prefill import LayerMajorPrefill
+from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings
 from tidekv_cli.plan import PlanSettings
 
 _LAYERS = 4
@@ -38,12 +38,11 @@ class FlashStandIn:
 def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[dict[str, int]]:
     """Live bytes by item at the peak of each phase of a prompt of `length` tokens, weights left out.
 
-    Phases are the first layer, two in the middle, the last, and the first decoding step; an eviction counts to the
-    phase after it. `granularity` is what the device's allocator rounds a block up to, in bytes.
+    Phases are the chunks and the eviction of the first layer, of two in the middle and of the last, and then the
+    first decoding step. `granularity` is what the device's allocator rounds a block up to, in bytes.
     """
     layers = settings.spec.layers
     few = min(layers, _LAYERS)
-    phases: list[dict[str, int]] = []
     with FakeTensorMode(), torch.device("cpu"), torch.no_grad():
         model = _fake_model(settings, few)
         ids = torch.zeros(1, length, dtype=torch.long)
@@ -51,24 +50,54 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
         meter.watch([*model.parameters(), *model.buffers()])
         meter.watch([ids], ledger.WORKSPACE)
         engine = engine_settings(settings, length, _attention(settings))
-        prefill = LayerMajorPrefill(ModelAdapter(model), ids, engine, lambda done, total: take(done))
-
-        def take(done: int) -> None:
-            _raise_to(phases, min((done - 1) // len(prefill.chunks), few - 1), meter.peak)
-            meter.restart_peak()
-
+        adapter = ModelAdapter(model)
+        prefill = _PhasedPrefill(adapter, ids, engine, meter)
         tail = prefill.last_chunks[-1][1] - max(settings.window, 1)
         prefill.chunks, prefill.last_chunks = _unlike(prefill.chunks, tail), _unlike(prefill.last_chunks, tail)
         with meter:
             prompt = prefill.run()
-            next_logits(prefill.adapter, prompt, 0, length)
-            _raise_to(phases, few, meter.peak)
+            prefill.take(2 * few - 2)  # the logits of the last token count to the last layer's chunks
+            phases = prefill.phases
+            del prefill  # and what it holds
+            meter.restart_peak()
+            next_logits(adapter, prompt, 0, length)
+            phases.append(meter.peak)
     if layers > few:  # what one layer leaves behind, once for each layer that was left out
-        left = {item: phases[2][item] - phases[1][item] for item in ledger.ITEMS}
-        for phase in phases[2:]:
+        left = {item: phases[4][item] - phases[2][item] for item in ledger.ITEMS}
+        for phase in phases[4:]:
             for item in ledger.ITEMS:
                 phase[item] += left[item] * (layers - few)
     return [{**phase, ledger.WEIGHTS: 0} for phase in phases]
+
+
+class _PhasedPrefill(LayerMajorPrefill):
+    """Notes the peak of each phase: phase 2 l is the chunks of layer l, phase 2 l + 1 its eviction."""
+
+    def __init__(self, adapter: ModelAdapter, ids: Tensor, settings: PrefillSettings, meter: LiveMeter) -> None:
+        super().__init__(adapter, ids, settings)
+        self.phases: list[dict[str, int]] = []
+        self._meter = meter
+        self._layers_done = 0
+
+    def take(self, phase: int) -> None:
+        """What came since the last call belongs to `phase`; keep the higher of it and what `phase` has so far."""
+        peak = dict(self._meter.peak)
+        self._meter.restart_peak()
+        if phase == len(self.phases):
+            self.phases.append(peak)
+        elif sum(peak.values()) > sum(self.phases[phase].values()):
+            self.phases[phase] = peak
+
+    def _chunk(self, layer: int, start: int, stop: int, last: bool) -> Tensor | None:
+        hidden = super()._chunk(layer, start, stop, last)
+        self.take(2 * layer)
+        return hidden
+
+    def _evict(self) -> None:
+        self.take(2 * self._layers_done)
+        super()._evict()
+        self.take(2 * self._layers_done + 1)
+        self._layers_done += 1
 
 
 def _attention(settings: PlanSettings) -> Attention:
@@ -81,14 +110,6 @@ def _unlike(chunks: Sequence[tuple[int, int]], tail: int) -> list[tuple[int, int
     """The first chunk, the last two before `tail`, and all from there on: those left out allocate what these do."""
     before = [chunk for chunk in chunks if chunk[1] <= tail]
     return before[:1] + before[1:][-2:] + list(chunks[len(before) :])
-
-
-def _raise_to(peaks: list[dict[str, int]], layer: int, peak: Mapping[str, int]) -> None:
-    """Keep the higher of `peak` and what `layer` has so far."""
-    if layer == len(peaks):
-        peaks.append(dict(peak))
-    elif sum(peak.values()) > sum(peaks[layer].values()):
-        peaks[layer] = dict(peak)
 
 
 def _fake_model(settings: PlanSettings, layers: int) -> PreTrainedModel:

@@ -93,7 +93,8 @@ class LayerMajorPrefill:
         self._bridge = Bridge(self._length)
         self._cache: list[DenseStore] = []
         self._kept: list[Tensor] = []
-        self._score_block = settings.score_block
+        self._chunk_size, self._score_block = settings.chunk_size, settings.score_block
+        self._tried: tuple[int, int] | None = None  # a chunk that can only be tried again
         self._scoring_s = 0.0
         self._lowered: list[str] = []
 
@@ -101,8 +102,8 @@ class LayerMajorPrefill:
     def run(self) -> Prefilled:
         """Prefill the prompt, leaving nothing alive but the result.
 
-        Where memory runs out, the chunk is halved, down to 256 tokens, for the rest of the prompt; then the score
-        block. Raises `MemoryError` when that does not help.
+        Where memory runs out, what nothing uses is given back, and the chunk is halved for the rest of the prompt,
+        down to 256 tokens; in eviction the score block. Raises `MemoryError` when that does not help.
         """
         began = time.perf_counter()
         layers = len(self.adapter.layers)
@@ -116,7 +117,7 @@ class LayerMajorPrefill:
                 if not self._whole:
                     self._evict()
             assert hidden is not None
-            logits = self.adapter.finish(hidden, self._ids)
+            logits = self._logits(hidden)
         finally:
             self.adapter.bind(())
             self._active.after_attention = None  # else the two hold each other, and bridge and KV with them
@@ -133,12 +134,21 @@ class LayerMajorPrefill:
             if shortage is None:
                 hidden, shortage = attempt(partial(self._chunk, layer, *pending[0], last))
             if shortage is None:
-                pending = pending[1:]
+                pending, self._tried = pending[1:], None
                 done = len(self.chunks) * layer + len(self.last_chunks if last else self.chunks) - len(pending)
                 self._progress(done, len(self.chunks) * (layers - 1) + len(self.last_chunks))
             else:
-                pending = self._halved(pending, shortage)
+                pending = self._smaller(pending, shortage)
         return hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits, shortage = attempt(partial(self.adapter.finish, hidden, self._ids))
+        if logits is None:
+            release_unused(self._ids.device)
+            logits, shortage = attempt(partial(self.adapter.finish, hidden, self._ids))
+        if logits is None:
+            raise MemoryError(shortage)
+        return logits
 
     def _chunk(self, layer: int, start: int, stop: int, last: bool) -> Tensor | None:
         """One layer over one chunk, written to the bridge; None where only keys and values were wanted."""
@@ -149,30 +159,38 @@ class LayerMajorPrefill:
             self._bridge.put(start, hidden)
         return hidden
 
-    def _halved(self, pending: list[tuple[int, int]], shortage: str) -> list[tuple[int, int]]:
-        """`pending` in pieces half as long as its first; so are all chunks from now on."""
+    def _smaller(self, pending: list[tuple[int, int]], shortage: str) -> list[tuple[int, int]]:
+        """`pending` in pieces shorter than its first, as are all chunks from now on; one too short as it is, once."""
         size = pending[0][1] - pending[0][0]
-        if self._whole or size <= _LEAST_CHUNK:
+        if self._whole or (size <= _LEAST_CHUNK and self._tried == pending[0]):
             raise MemoryError(shortage)
         release_unused(self._ids.device)
-        half = max(size // 2, _LEAST_CHUNK)
-        self._lowered.append(f"chunk_size {size} -> {half}: {shortage}")
-        self.chunks, self.last_chunks = split(self.chunks, half), split(self.last_chunks, half)
-        return split(pending, half)
+        if size <= _LEAST_CHUNK:
+            self._tried = pending[0]
+            return pending
+        before = self._chunk_size
+        while self._chunk_size >= size:
+            self._chunk_size = max(self._chunk_size // 2, _LEAST_CHUNK)
+        self._lowered.append(f"chunk_size {before} -> {self._chunk_size}: {shortage}")
+        self.chunks, self.last_chunks = split(self.chunks, self._chunk_size), split(self.last_chunks, self._chunk_size)
+        return split(pending, self._chunk_size)
 
     def _evict(self) -> None:
         """Keep the active layer's budget of rows in a store of its own and let go of the rest."""
         observation = self._observer.take() if self._observer is not None else None
+        last_try = False
         while True:
             _, shortage = attempt(partial(self._compress, observation))
             if shortage is None:
                 return self._active.clear()
-            block = self._score_block
-            if observation is None or block <= _LEAST_BLOCK:
+            if last_try:
                 raise MemoryError(shortage)
             release_unused(self._ids.device)
-            self._score_block = max(block // 2, _LEAST_BLOCK)
-            self._lowered.append(f"score_block {block} -> {self._score_block}: {shortage}")
+            block = self._score_block
+            last_try = observation is None or block <= _LEAST_BLOCK
+            if not last_try:
+                self._score_block = max(block // 2, _LEAST_BLOCK)
+                self._lowered.append(f"score_block {block} -> {self._score_block}: {shortage}")
 
     def _compress(self, observation: Observation | None) -> None:
         settings, active = self._settings, self._active
