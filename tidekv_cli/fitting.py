@@ -123,7 +123,8 @@ class Fitter:
         ways = {flag: self._planner(changed).bytes(plan.prompt_tokens).peak for flag, changed in savers.items()}
         flag = min(ways, key=lambda name: ways[name], default="")
         if hopeless and (free is None or ways.get(flag, fixed) > free):
-            way = f"weights and reserve alone take {format_bytes(fixed)}: use a smaller model, or a device with more"
+            less = f" ({flag} {format_bytes(ways[flag])})" if flag else ""
+            way = f"weights and reserve alone take {format_bytes(fixed)}{less}: use a smaller model or a larger device"
         elif not flag or ways[flag] >= plan.bytes.peak:
             way = "no single flag helps"
         else:

@@ -1,13 +1,14 @@
 """Bytes by item and phase at any prompt length: a few lengths simulated, kept on disk, and straight lines through them.
 
 At fixed settings each phase's peak is affine in the length S once S is past the budget, the blocks that wait for the
-top-k, and three chunks; below that the length itself is simulated. Imports torch only for a length not simulated yet.
+top-k, and three chunks. Below that, and with eager attention, the length itself is simulated, which needs torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 _CUDA_GRANULARITY = 512  # torch's CUDA allocator rounds each block up to it
-_ONESHOT_STEP = 256
-_OTHER_STORAGES = 64
+_ALIGNED = 256  # so many tokens fill whole blocks of an allocator, so lines have no rounding in them
+_FAR = 1 << 20
+_GROWING_STORAGES = 16
 _ITEMS = ("workspace", "weights", "cache", "bridge", "active_kv", "scoring")  # as the engine's ledger calls them
 Phases = list[dict[str, int]]
 
@@ -38,8 +40,9 @@ class MemoryModel:
     def peak(self, length: int) -> dict[str, int]:
         """Bytes by item at the highest moment of a prompt of `length` tokens, from the lines."""
         items = _highest(self.phases(length))
-        if self._granularity > 1:  # between two lengths each storage may round up to one block more
-            items["workspace"] += self._granularity * (2 * self._settings.spec.layers + _OTHER_STORAGES)
+        if self._granularity > 1 and self._on_lines(length):  # what grows with the length may round up by a block
+            whole_cache = 2 * self._settings.spec.layers if self._settings.budget_tokens is None else 0
+            items["workspace"] += self._granularity * (whole_cache + _GROWING_STORAGES)
         return items
 
     def simulated(self, length: int) -> dict[str, int]:
@@ -48,38 +51,39 @@ class MemoryModel:
 
     def phases(self, length: int) -> Phases:
         """Bytes by item at the peak of each of `simulate`'s phases."""
-        start, step = self.regime(length)
-        if length <= start:
+        if not self._on_lines(length):
             return self._sampled(length)
-        samples = [self._sampled(start + number * step) for number in range(self._degree + 1)]
-        return [
-            {item: _extrapolated([sample[item] for sample in phase], length - start, step) for item in phase[0]}
-            for phase in zip(*samples, strict=True)
-        ]
+        start, step = self.lines
+        # All of a whole prompt's activations grow with it, and another moment may be the highest further on.
+        lines = [self._line(at, step, length) for at in ((start, _FAR) if self._whole else (start,))]
+        return [_highest(phase) for phase in zip(*lines, strict=True)]
 
-    def regime(self, length: int) -> tuple[int, int]:
-        """Where the lines begin, and how far apart the lengths are that they go through."""
-        settings = self._settings
-        step = _ONESHOT_STEP if self._whole else settings.chunk_size
-        # The top-k holds two blocks beside its best, and its positions when a whole block comes after the first choice.
-        waiting = 4 * settings.score_block if settings.window else 0
-        start = (settings.budget_tokens or 0) + waiting + settings.window + 3 * step
-        # A matrix of logits grows with the keys of the last whole chunk, so it has a line for each remainder.
-        remainder = length if settings.attention == "eager" else 0
-        return start + (remainder - start) % step, step
+    def _line(self, start: int, step: int, length: int) -> Phases:
+        """Each phase's items at `length`, on the line through `start` and the next step, rounded up."""
+        pairs = zip(self._sampled(start), self._sampled(start + step), strict=True)
+        return [{item: a[item] - (a[item] - b[item]) * (length - start) // step for item in a} for a, b in pairs]
 
     @property
-    def _granularity(self) -> int:
-        return 1 if self._settings.device_kind == "cpu" else _CUDA_GRANULARITY
+    def lines(self) -> tuple[int, int]:
+        """Where the lines begin, and how far apart the two lengths are that they go through."""
+        settings = self._settings
+        chunk = _ALIGNED if self._whole else settings.chunk_size
+        # The top-k holds two blocks beside its best, and its positions when a whole block comes after the first choice.
+        waiting = 4 * settings.score_block if settings.window else 0
+        start = (settings.budget_tokens or 0) + waiting + settings.window + 3 * chunk
+        return -(-start // _ALIGNED) * _ALIGNED, math.lcm(chunk, _ALIGNED)
 
     @property
     def _whole(self) -> bool:
         return self._settings.method.schedule == "oneshot"
 
+    def _on_lines(self, length: int) -> bool:
+        """A matrix of logits grows with the keys of each chunk, and bends the lines: there each length is simulated."""
+        return self._settings.attention != "eager" and length > self.lines[0]
+
     @property
-    def _degree(self) -> int:
-        """2 where all logits of the prompt exist at once, else 1."""
-        return 2 if self._whole and self._settings.attention == "eager" else 1
+    def _granularity(self) -> int:
+        return 1 if self._settings.device_kind == "cpu" else _CUDA_GRANULARITY
 
     def _sampled(self, length: int) -> Phases:
         if length not in self._samples:
@@ -91,17 +95,9 @@ class MemoryModel:
         return self._samples[length]
 
 
-def _highest(phases: Phases) -> dict[str, int]:
+def _highest(phases: Sequence[dict[str, int]]) -> dict[str, int]:
     totals = [sum(items.values()) for items in phases]
     return dict(phases[totals.index(max(totals))])
-
-
-def _extrapolated(values: Sequence[int], ahead: int, step: int) -> int:
-    """The line, or parabola, through `values` at 0, `step` and 2 `step`, at `ahead`, rounded up."""
-    first = values[1] - values[0]  # Newton's forward differences
-    second = values[2] - values[1] - first if len(values) > 2 else 0
-    scaled = 2 * step * step * values[0] + 2 * step * first * ahead + second * ahead * (ahead - step)
-    return -(-scaled // (2 * step * step))
 
 
 def _key(settings: PlanSettings) -> str:

@@ -15,6 +15,7 @@ from tidekv_cli.model_spec import ModelSpec
 from tidekv_cli.units import ITEM_BYTES
 
 _LONGEST = 1 << 40
+_EAGER_STEP = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +144,12 @@ class Planner:
         """The longest prompt whose peak is within free memory, 0 if none is; None where free memory is unknown."""
         if self.settings.free_bytes is None:
             return None
-        # With a matrix of logits every remainder of the chunk size has a line of its own: whole chunks are enough.
-        step = self.settings.chunk_size if self.settings.attention == "eager" else 1
-        first = -(-self._model.regime(0)[0] // step)  # above it there are lines, below it each length is simulated
-        low, most = (first, _LONGEST // step) if self.fits(first * step) else (0, first - 1)
-        return step * _last_true(lambda count: self.fits(count * step), low, most)
+        start, _ = self._model.lines
+        if self.settings.attention == "eager":  # each length is simulated: whole thousands, no longer than the window
+            longest = self.settings.spec.context_window or _LONGEST
+            return _EAGER_STEP * _last_true(lambda count: self.fits(count * _EAGER_STEP), 0, -(-longest // _EAGER_STEP))
+        low, most = (start, _LONGEST) if self.fits(start) else (0, start - 1)
+        return _last_true(self.fits, low, most)
 
 
 def _last_true(holds: Callable[[int], bool], low: int, most: int) -> int:

@@ -38,8 +38,9 @@ class FlashStandIn:
 def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[dict[str, int]]:
     """Live bytes by item at the peak of each phase of a prompt of `length` tokens, weights left out.
 
-    Phases are the chunks and the eviction of the first layer, of two in the middle and of the last, and then the
-    first decoding step. `granularity` is what the device's allocator rounds a block up to, in bytes.
+    Phases are the chunks and the eviction of the first layer, of two in the middle and of the last, then the logits of
+    the prompt's last token, then the first decoding step. `granularity` is what the device's allocator rounds a block
+    up to, in bytes.
     """
     layers = settings.spec.layers
     few = min(layers, _LAYERS)
@@ -56,7 +57,6 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
         prefill.chunks, prefill.last_chunks = _unlike(prefill.chunks, tail), _unlike(prefill.last_chunks, tail)
         with meter:
             prompt = prefill.run()
-            prefill.take(2 * few - 2)  # the logits of the last token count to the last layer's chunks
             phases = prefill.phases
             del prefill  # and what it holds
             meter.restart_peak()
@@ -71,7 +71,7 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
 
 
 class _PhasedPrefill(LayerMajorPrefill):
-    """Notes the peak of each phase: phase 2 l is the chunks of layer l, phase 2 l + 1 its eviction."""
+    """Notes the peak of each phase: phase 2 l is the chunks of layer l, phase 2 l + 1 its eviction, the last logits."""
 
     def __init__(self, adapter: ModelAdapter, ids: Tensor, settings: PrefillSettings, meter: LiveMeter) -> None:
         super().__init__(adapter, ids, settings)
@@ -98,6 +98,11 @@ class _PhasedPrefill(LayerMajorPrefill):
         super()._evict()
         self.take(2 * self._layers_done + 1)
         self._layers_done += 1
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = super()._logits(hidden)
+        self.take(2 * self._layers_done)
+        return logits
 
 
 def _attention(settings: PlanSettings) -> Attention:
