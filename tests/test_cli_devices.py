@@ -27,7 +27,7 @@ from tidekv_cli.jtop import JtopError
 from tidekv_cli.machine import Machine
 
 Install = Callable[[Machine], None]
-KEYS = ["name", "kind", "index", "uuid", "capability", "board"]
+KEYS = ["name", "kind", "index", "uuid", "capability", "board", "profile"]
 KEYS += ["total_bytes", "free_bytes", "reserved_bytes", "unified", "sources"]  # in this order
 
 
@@ -43,8 +43,8 @@ def test_no_driver_as_text(tmp_path: Path, install: Install) -> None:
     done = run_cli("devices")
     assert done.code == 0
     header, row = done.out.splitlines()
-    assert header.split() == ["device", "name", "kind", "total", "free", "how", "read"]
-    assert row.split()[:3] == ["cpu", "CPU", "cpu"]
+    assert header.split() == ["device", "name", "kind", "profile", "total", "free", "how", "read"]
+    assert row.split()[:4] == ["cpu", "CPU", "cpu", "cpu"]
     assert "7.812 GiB" in row and "5.859 GiB" in row and "total: psutil total; free: psutil available" in row
     assert done.err == "note: no sign of an NVIDIA device, so torch was not asked for one\n"
 
@@ -63,6 +63,7 @@ def test_no_driver_as_json(tmp_path: Path, install: Install) -> None:
                 "uuid": None,
                 "capability": None,
                 "board": None,
+                "profile": "cpu",
                 "total_bytes": TOTAL,
                 "free_bytes": FREE,
                 "reserved_bytes": None,
@@ -110,7 +111,7 @@ def test_memory_that_cannot_be_read(tmp_path: Path, install: Install) -> None:
     install(machine(tmp_path, memory=failing(OSError("no /proc"))))
     done = run_cli("devices")
     assert done.code == 0 and "psutil: no /proc" in done.err
-    assert done.out.splitlines()[1].split()[3:] == ["unknown", "unknown", "not", "at", "all"]
+    assert done.out.splitlines()[1].split()[4:] == ["unknown", "unknown", "not", "at", "all"]
 
 
 def test_the_variables_are_those_of_the_command_line(tmp_path: Path, install: Install) -> None:

@@ -81,7 +81,7 @@ def test_nothing_is_lowered_below_its_floor(plans: Path) -> None:
 
 
 def test_the_whole_prompt_has_no_chunk_to_lower(plans: Path) -> None:
-    case = plan_settings(llama_8b(), method=method("oneshot"), free_bytes=16 * GIB)
+    case = plan_settings(llama_8b(), method=method("oneshot"), free_bytes=16 * GIB, budget_tokens=256, score_block=256)
     plan = fitter(plans, case).plan(case, LENGTH)
     assert not plan.fits and plan.settings.chunk_size == 2048
     error = fitter(plans, case).refusal(plan)

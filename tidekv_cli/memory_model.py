@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _FORMAT = 1
 _CUDA_GRANULARITY = 512  # torch's CUDA allocator rounds each block up to it
 _ALIGNED = 256  # so many tokens fill whole blocks of an allocator, so lines have no rounding in them
-_FAR = 1 << 20
+_FAR = 1 << 16
 _GROWING_STORAGES = 16
 _ITEMS = ("workspace", "weights", "cache", "bridge", "active_kv", "scoring")  # as the engine's ledger calls them
 Phases = list[dict[str, int]]

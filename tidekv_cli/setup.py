@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tidekv_cli import machine
 from tidekv_cli.device import Device, detect_device
 from tidekv_cli.errors import DeviceError
 from tidekv_cli.estimate import Rates
 from tidekv_cli.fitting import Fitter
-from tidekv_cli.machine import Machine
 from tidekv_cli.model_spec import ModelSpec
 from tidekv_cli.plan import PlanSettings
 from tidekv_cli.profile import Profile, find_profile, list_profiles, match_profile
@@ -87,11 +87,12 @@ def set_up(request: RunRequest, config: Mapping[str, Any], environ: Mapping[str,
     may stand for a device that is not here.
     """
     wanted = first_given(request.device, config.get("device"), "auto")
-    here = detect_device(wanted, Machine(environ=environ))
+    this = replace(machine.THIS_MACHINE, environ=environ)
+    here = detect_device(wanted, this)
     if compute and here.kind not in _COMPUTES:
         if wanted != "auto":
             raise DeviceError(f"{here.name} cannot be used: this version computes on the CPU only", "use --device cpu")
-        here = detect_device("cpu", Machine(environ=environ))
+        here = detect_device("cpu", this)
     matched = match_profile(here.name, here.kind, here.board, here.total_bytes, list_profiles(environ))
     reference = first_given(request.profile, config.get("profile"), matched.name)
     profile = matched if reference == matched.name else find_profile(reference, environ)
