@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 QUESTION ?= What is this report about?
 
-.PHONY: demo test test-slow check format bench clean
+.PHONY: demo test test-slow check format bench pictures clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,9 @@ format: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/prefill.py
+
+pictures: $(VENV)/.installed
+	$(BIN)/python benchmarks/pictures.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -169,7 +169,7 @@ def test_stdin_closed_empty_and_terminal() -> None:
         (["--memory-limit", "600MiB"], 4, ["600.0 MiB", "--dtype bfloat16"]),
         (["--memory-limit", "600MiB", "--truncate", "middle"], 4, ["600.0 MiB", "no prompt fits"]),
         (["--memory-limit", "1GiB", "--truncate", "tail", "--dry-run"], 4, ["--dtype bfloat16", "weights"]),
-        (["--memory-limit", "6", "--dtype", "bfloat16"], 4, ["no single flag helps"]),
+        (["--memory-limit", "6", "--dtype", "bfloat16"], 4, ["weights and reserve alone take"]),
         (["-n", "9000"], 5, ["8192", "--max-new-tokens"]),
         (["-n", "9000", "--truncate", "tail"], 5, ["besides its documents"]),
         (["--kept", "/nonexistent/place/kept.npz"], 2, ["--kept"]),

@@ -35,6 +35,8 @@ def test_what_is_inside(wheel: Path) -> None:
         names = set(archive.namelist())
     for profile in (ROOT / "profiles").glob("*.yaml"):
         assert f"tidekv_cli/profiles/{profile.name}" in names
+    for shape in (ROOT / "tidekv_cli" / "shapes").glob("*.json"):
+        assert f"tidekv_cli/shapes/{shape.name}" in names
     for module in (ROOT / "tidekv_cli").rglob("*.py"):
         assert module.relative_to(ROOT).as_posix() in names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "examples/"))]
@@ -60,5 +62,9 @@ def test_the_installed_command(wheel: Path, tmp_path: Path) -> None:
 
     listed = run("profiles")
     assert "cpu" in listed and "generic-cuda" in listed
+    assert "rtx-4090" in listed and "jetson-agx-thor" in listed
     assert str(home) in run("profiles", "cpu")  # not the source tree's
+    shape = "from tidekv_cli.catalog import shape_of; print(shape_of('qwen3-8b')['num_hidden_layers'])"
+    done = subprocess.run([python, "-c", shape], capture_output=True, text=True, cwd=tmp_path, env=environ)
+    assert done.stdout == "36\n", done.stderr
     assert tidekv_cli.__version__ in run("--version")

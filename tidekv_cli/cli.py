@@ -14,8 +14,10 @@ import typer
 import typer.main
 
 from tidekv_cli import __version__
+from tidekv_cli.commands.devices import devices
 from tidekv_cli.commands.methods import methods
 from tidekv_cli.commands.models import models
+from tidekv_cli.commands.probe_capacity import probe_capacity
 from tidekv_cli.commands.profiles import profiles
 from tidekv_cli.commands.run import run
 from tidekv_cli.environment import Environment
@@ -29,7 +31,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(run)
+app.command("probe-capacity")(probe_capacity)
 app.add_typer(models, name="models")
+app.command()(devices)
 app.command()(profiles)
 app.command()(methods)
 

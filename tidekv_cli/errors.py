@@ -5,7 +5,17 @@ from __future__ import annotations
 import errno
 from enum import IntEnum
 
-_OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "out of memory",
+    "alloc_failed",  # cuBLAS
+    # What the allocator on a Jetson says instead.
+    "nvml_success == r internal assert failed",
+    "!handles_.at(i) internal assert failed",
+    "cuda driver error: device not ready",
+)
 
 
 class ExitCode(IntEnum):

@@ -24,10 +24,13 @@ SUPPORTED_ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+# Their sizes are known, so they can be planned; running them is refused.
+PLANNABLE_ARCHITECTURES = {**SUPPORTED_ARCHITECTURES, "Phi3ForCausalLM": "phi3", "GemmaForCausalLM": "gemma"}
 # Frequencies of the other rope types depend on the longest position seen, so chunks would differ from the whole.
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _QKV_BIAS = ("Qwen2ForCausalLM",)
 _HEAD_NORM = ("Qwen3ForCausalLM",)
+_HEAD_DIM = {"Qwen3ForCausalLM": 128, "GemmaForCausalLM": 256}  # where the config states none
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +66,28 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on disk whose header has been read: `path` is a directory, or a file and then `gguf` is its header."""
+    """A model on disk whose header has been read: `path` is a directory, or a file and then `gguf` is its header.
+
+    `config` is its Hugging Face config, or the one that the header describes.
+    """
 
     path: Path
     spec: ModelSpec
+    config: Mapping[str, Any]
     gguf: GgufFile | None
 
 
-def inspect_model(path: Path) -> ModelFiles:
-    """Read the shapes of the model at `path`. Raises `ModelError` for what is missing, damaged or unsupported."""
+def inspect_model(path: Path, runnable: bool = True) -> ModelFiles:
+    """Read the shapes of the model at `path`. Raises `ModelError` for what is missing, damaged or unsupported.
+
+    `runnable` is as for `spec_from_config`.
+    """
     if path.is_dir():
-        return ModelFiles(path, spec_from_config(read_config(path), str(path)), None)
-    gguf = read_gguf(path)
-    return ModelFiles(path, spec_from_config(config_from_gguf(gguf), str(path)), gguf)
+        gguf, config = None, read_config(path)
+    else:
+        gguf = read_gguf(path)
+        config = config_from_gguf(gguf)
+    return ModelFiles(path, spec_from_config(config, str(path), runnable), config, gguf)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -95,13 +107,14 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
+def spec_from_config(config: Mapping[str, Any], source: str, runnable: bool = True) -> ModelSpec:
     """Validate a Hugging Face config and take its shapes.
 
-    Raises `ModelError`, naming the architecture, for anything that this version would compute wrongly.
+    Raises `ModelError`, naming the architecture, for anything that this version would compute wrongly, or without
+    `runnable` only for what it would plan wrongly.
     """
     values = _Values(config, source)
-    architecture = _architecture(values)
+    architecture = _architecture(values, runnable)
     quantisation = config.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
@@ -109,9 +122,9 @@ def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
             f"{source} is quantised with {method}, which is not supported yet",
             "use the unquantised safetensors checkpoint or a GGUF file",
         )
-    _refuse_rope(values)
+    _refuse_rope(values, runnable)
     layers = values.size("num_hidden_layers")
-    if _uses_sliding_window(values, architecture, layers):
+    if _uses_sliding_window(values, architecture, layers, runnable):
         raise ModelError(
             f"{source} has sliding-window layers (window {config.get('sliding_window')}), not supported yet",
             "use a model with full attention in every layer",
@@ -131,15 +144,29 @@ def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
         intermediate_size=values.size("intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=values.size("head_dim", 128 if architecture in _HEAD_NORM else hidden // heads),
+        head_dim=values.size("head_dim", _HEAD_DIM.get(architecture, hidden // heads)),
         vocab_size=values.size("vocab_size"),
         context_window=_window(values.number("max_position_embeddings", 0.0)),
-        tied_embeddings=values.flag("tie_word_embeddings"),
+        tied_embeddings=values.flag("tie_word_embeddings", architecture == "GemmaForCausalLM"),
         attention_bias=values.flag("attention_bias"),
         qkv_bias=architecture in _QKV_BIAS,
         mlp_bias=values.flag("mlp_bias"),
         head_norm=architecture in _HEAD_NORM,
     )
+
+
+def plannable_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config that `spec_from_config` took, without what cannot be run and changes no size.
+
+    That is a rotation whose type is not supported, and a sliding window as long as the longest context.
+    """
+    planned = dict(config)
+    for key in ("rope_parameters", "rope_scaling"):
+        if _rope_type(planned.get(key) or {}) not in SUPPORTED_ROPE_TYPES:
+            del planned[key]
+    if _window_is_whole(planned):
+        planned["sliding_window"] = None
+    return planned
 
 
 class _Values:
@@ -171,12 +198,12 @@ class _Values:
             raise self.wrong(key, "a number")
         return float(value)
 
-    def flag(self, key: str) -> bool:
-        """True or false; false where left out."""
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
         value = self.config.get(key)
         if value not in (None, False, True):
             raise self.wrong(key, "true or false")
-        return bool(value)
+        return default if value is None else bool(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         """A JSON object, empty where left out."""
@@ -194,15 +221,16 @@ class _Values:
         return value
 
 
-def _architecture(values: _Values) -> str:
+def _architecture(values: _Values, runnable: bool) -> str:
+    known = SUPPORTED_ARCHITECTURES if runnable else PLANNABLE_ARCHITECTURES
     architecture = (values.texts("architectures") or ["none stated"])[0]
-    if architecture not in SUPPORTED_ARCHITECTURES:
+    if architecture not in known:
         raise ModelError(
             f"{values.source} is of architecture {architecture}, which is not supported",
-            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}",
+            f"supported are {', '.join(known)}",
         )
-    if values.config.get("model_type") != SUPPORTED_ARCHITECTURES[architecture]:
-        raise values.wrong("model_type", f"{SUPPORTED_ARCHITECTURES[architecture]!r} for a {architecture}")
+    if values.config.get("model_type") != known[architecture]:
+        raise values.wrong("model_type", f"{known[architecture]!r} for a {architecture}")
     return architecture
 
 
@@ -211,10 +239,10 @@ def _window(tokens: float) -> int | None:
     return int(tokens) if 0 < tokens < 1e9 else None
 
 
-def _refuse_rope(values: _Values) -> None:
+def _refuse_rope(values: _Values, runnable: bool) -> None:
     rope = values.mapping("rope_parameters") or values.mapping("rope_scaling")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in SUPPORTED_ROPE_TYPES:
+    kind = _rope_type(rope)
+    if runnable and kind not in SUPPORTED_ROPE_TYPES:
         raise ModelError(
             f"{values.source} uses rope type {kind!r}, which is not supported yet",
             f"supported rope types are {', '.join(SUPPORTED_ROPE_TYPES)}",
@@ -226,7 +254,11 @@ def _refuse_rope(values: _Values) -> None:
             raise config.wrong("rope_theta", "a number above 0")
 
 
-def _uses_sliding_window(values: _Values, architecture: str, layers: int) -> bool:
+def _rope_type(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _uses_sliding_window(values: _Values, architecture: str, layers: int, runnable: bool) -> bool:
     config, layer_types = values.config, values.texts("layer_types")
     if layer_types:
         if len(layer_types) != layers:
@@ -235,4 +267,12 @@ def _uses_sliding_window(values: _Values, architecture: str, layers: int) -> boo
     switched_off = config.get("use_sliding_window") is False
     # Mistral's config class has a window of 4096 where the file states none.
     default = 4096 if architecture == "MistralForCausalLM" else None
-    return config.get("sliding_window", default) is not None and not switched_off
+    if switched_off or config.get("sliding_window", default) is None:
+        return False
+    return runnable or not _window_is_whole(config)
+
+
+def _window_is_whole(config: Mapping[str, Any]) -> bool:
+    """Whether the sliding window holds the longest context, and so is none."""
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
+    return type(window) is int and type(longest) is int and window >= longest > 0

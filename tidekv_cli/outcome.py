@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tidekv_cli import __version__
@@ -65,16 +65,8 @@ def outcome_document(outcome: Outcome) -> dict[str, Any]:
             "layers": spec.layers,
             "context_window": spec.context_window,
         },
-        "device": {
-            "name": outcome.device.name,
-            "kind": outcome.device.kind,
-            "total_bytes": outcome.device.total_bytes,
-            "free_bytes": outcome.device.free_bytes,
-            "unified": outcome.device.unified,
-            "profile": outcome.profile_name,
-            "sources": dict(outcome.device.sources),
-        },
-        "plan": _plan(outcome),
+        "device": device_document(outcome.device, outcome.profile_name),
+        "plan": plan_document(outcome.plan),
         "prompt": {
             "tokens": outcome.prompt_tokens,
             "documents": [{"path": path, "tokens": tokens} for path, tokens in outcome.document_tokens],
@@ -102,9 +94,23 @@ def outcome_document(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _plan(outcome: Outcome) -> dict[str, Any]:
-    plan, settings = outcome.plan, outcome.plan.settings
-    method, planned = settings.method, plan.bytes
+def device_document(device: Device, profile_name: str) -> dict[str, Any]:
+    """The part `device` of a `--json` document."""
+    return {
+        "name": device.name,
+        "kind": device.kind,
+        "total_bytes": device.total_bytes,
+        "free_bytes": device.free_bytes,
+        "unified": device.unified,
+        "profile": profile_name,
+        "sources": dict(device.sources),
+    }
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """The part `plan` of a `--json` document."""
+    settings, planned = plan.settings, plan.bytes
+    method = settings.method
     return {
         "method": method.name,
         "schedule": method.schedule,
@@ -119,21 +125,12 @@ def _plan(outcome: Outcome) -> dict[str, Any]:
         "dtype": settings.dtype,
         "prompt_tokens": plan.prompt_tokens,
         "max_new_tokens": settings.max_new_tokens,
-        "bytes": {
-            "weights": planned.weights,
-            "cache": planned.cache,
-            "bridge": planned.bridge,
-            "active_kv": planned.active_kv,
-            "workspace": planned.workspace,
-            "scoring": planned.scoring,
-            "reserve": planned.reserve,
-            "peak": planned.peak,
-        },
+        "bytes": {**asdict(planned), "peak": planned.peak},
         "reserve_items": dict(settings.reserve_items),
         "headroom_bytes": plan.headroom_bytes,
         "max_context_tokens": plan.max_context_tokens,
-        "estimate": {"ttft_s": None, "decode_tokens_per_s": None},
-        "changes": [],
+        "estimate": asdict(plan.estimate),
+        "changes": list(plan.changes),
     }
 
 

@@ -1,26 +1,28 @@
-"""Settings -> bytes at any length, headroom, the largest context. Plain arithmetic on shapes; no torch.
-
-Weights, cache, bridge and active KV are exact. Workspace and scoring are upper bounds on what lives beside them.
-"""
+"""Settings -> bytes at any length, headroom, the largest context. Imports torch only to simulate a new length."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
+from tidekv_cli.estimate import NO_RATES, Estimate, Rates, estimate
+from tidekv_cli.memory_model import MemoryModel
 from tidekv_cli.methods import Method
 from tidekv_cli.model_spec import ModelSpec
+from tidekv_cli.units import ITEM_BYTES
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_SMALL_CHUNK, _SMALL_BUDGET = 256, 256
-_TILE = 64  # scoring rounds key blocks up to whole tiles
+_LONGEST = 1 << 40
+_EAGER_STEP = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """Everything that changes memory, in tokens; `budget_tokens` None keeps all. `window` is the selector's W.
+    """Everything that changes memory, in tokens; `budget_tokens` None keeps all. `config` is a Hugging Face config.
 
-    `record_kept` holds every layer's kept positions to the end.
+    `record_kept` holds every layer's kept positions to the end. `rates` change time estimates only.
     """
 
     spec: ModelSpec
@@ -29,17 +31,25 @@ class PlanSettings:
     chunk_size: int
     score_block: int
     budget_tokens: int | None
-    window: int
+    selector_settings: Mapping[str, int | float | str]
     max_new_tokens: int
     attention: str
     reserve_items: Mapping[str, int]
     free_bytes: int | None
+    config: Mapping[str, Any]
+    device_kind: str = "cpu"
     record_kept: bool = False
+    rates: Rates = NO_RATES
+
+    @property
+    def window(self) -> int:
+        """The selector's observation window W, 0 where it has none."""
+        return int(self.selector_settings.get("window", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedBytes:
-    """Bytes by item at one prompt length; `peak` is their sum."""
+    """Bytes by item at the highest moment of one prompt; `peak` is their sum."""
 
     weights: int
     cache: int
@@ -51,25 +61,36 @@ class PlannedBytes:
 
     @property
     def peak(self) -> int:
-        """All items at once: an upper bound, since the chunk's workspace and scoring do not overlap."""
+        """Their sum."""
         parts = (self.weights, self.cache, self.bridge, self.active_kv, self.workspace, self.scoring)
         return sum(parts) + self.reserve
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is going to be done to a prompt of `prompt_tokens`, and what it takes."""
+    """What is going to be done to a prompt of `prompt_tokens`, and what it takes.
+
+    `cache_bytes` is the final cache, with room for new tokens; `memory_prompt_tokens` the longest prompt that fits;
+    `changes` says what was lowered to make this one fit.
+    """
 
     settings: PlanSettings
     prompt_tokens: int
     bytes: PlannedBytes
+    cache_bytes: int
     memory_prompt_tokens: int | None
+    changes: tuple[str, ...] = ()
 
     @property
     def headroom_bytes(self) -> int | None:
         """Free memory less the peak; None where free memory is unknown."""
         free = self.settings.free_bytes
         return None if free is None else free - self.bytes.peak
+
+    @property
+    def estimate(self) -> Estimate:
+        """The least time that it can take."""
+        return estimate(self.settings, self.prompt_tokens)
 
     @property
     def fits(self) -> bool:
@@ -89,98 +110,58 @@ class Plan:
         return prompt if not prompt else prompt + self.settings.max_new_tokens
 
 
-def make_plan(settings: PlanSettings, prompt_tokens: int) -> Plan:
-    """The plan for a prompt of `prompt_tokens`."""
-    return Plan(settings, prompt_tokens, planned_bytes(settings, prompt_tokens), largest_prompt(settings))
+class Planner:
+    """Answers for one set of settings. `directory` keeps simulated figures for the next process (None: nowhere)."""
+
+    def __init__(self, settings: PlanSettings, directory: Path | None = None, exact: bool = False) -> None:
+        """`exact` simulates the very lengths of plans and rows; the largest prompt still comes from lines."""
+        self.settings = settings
+        self._model = MemoryModel(settings, directory)
+        self._exact = exact
+
+    def plan(self, prompt_tokens: int) -> Plan:
+        """The plan for a prompt of `prompt_tokens`."""
+        model = self._model
+        peak = model.simulated(prompt_tokens) if self._exact else model.peak(prompt_tokens)
+        cache = model.phases(prompt_tokens)[-1]["cache"]  # the last phase is decoding
+        return Plan(self.settings, prompt_tokens, self._items(peak), cache, self.largest_prompt)
+
+    def bytes(self, length: int) -> PlannedBytes:
+        """Bytes by item for a prompt of `length` tokens, at the moment of the peak."""
+        return self._items(self._model.peak(length))
+
+    def _items(self, peak: dict[str, int]) -> PlannedBytes:
+        settings = self.settings
+        weights = settings.spec.parameters * ITEM_BYTES[settings.dtype]
+        return PlannedBytes(**{**peak, "weights": weights, "reserve": sum(settings.reserve_items.values())})
+
+    def fits(self, length: int) -> bool:
+        """Whether a prompt of `length` tokens does, as far as free memory is known."""
+        return self.settings.free_bytes is None or self.bytes(length).peak <= self.settings.free_bytes
+
+    @cached_property
+    def largest_prompt(self) -> int | None:
+        """The longest prompt whose peak is within free memory, 0 if none is; None where free memory is unknown."""
+        if self.settings.free_bytes is None:
+            return None
+        start, _ = self._model.lines
+        if self.settings.attention == "eager":  # each length is simulated: whole thousands, no longer than the window
+            longest = self.settings.spec.context_window or _LONGEST
+            return _EAGER_STEP * _last_true(lambda count: self.fits(count * _EAGER_STEP), 0, -(-longest // _EAGER_STEP))
+        low, most = (start, _LONGEST) if self.fits(start) else (0, start - 1)
+        return _last_true(self.fits, low, most)
 
 
-def largest_prompt(settings: PlanSettings) -> int | None:
-    """The longest prompt whose peak is within free memory, 0 if none is; None where free memory is unknown."""
-    if settings.free_bytes is None:
-        return None
-    low, high = 0, 1
-    while planned_bytes(settings, high).peak <= settings.free_bytes and high < 1 << 40:
+def _last_true(holds: Callable[[int], bool], low: int, most: int) -> int:
+    """The last of low + 1 .. `most` that holds, `low` if none does; what holds for a number holds for those below."""
+    high = max(2 * low, 1)
+    while high <= most and holds(high):
         low, high = high, high * 2
+    high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        if planned_bytes(settings, middle).peak <= settings.free_bytes:
+        if holds(middle):
             low = middle
         else:
             high = middle
     return low
-
-
-def largest_budget(settings: PlanSettings, prompt_tokens: int) -> int:
-    """The largest budget, at most the whole prompt, at which the prompt fits; 0 if none does."""
-    low, high = 0, prompt_tokens + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        trial = replace(settings, budget_tokens=middle)
-        if settings.free_bytes is None or planned_bytes(trial, prompt_tokens).peak <= settings.free_bytes:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def best_change(settings: PlanSettings, prompt_tokens: int) -> tuple[str, int]:
-    """The one flag that lowers the peak of this prompt most, and the peak in bytes that it gives."""
-    changes = {
-        "--schedule tide": replace(settings, method=replace(settings.method, schedule="tide")),
-        "--dtype bfloat16": replace(settings, dtype="bfloat16"),
-        f"--chunk-size {_SMALL_CHUNK}": replace(settings, chunk_size=min(settings.chunk_size, _SMALL_CHUNK)),
-        f"--budget {_SMALL_BUDGET}": replace(
-            settings, budget_tokens=min(settings.budget_tokens or prompt_tokens, _SMALL_BUDGET)
-        ),
-    }
-    if not settings.window:  # what keeps everything has no budget
-        changes = {flag: changed for flag, changed in changes.items() if settings.budget_tokens or "budget" not in flag}
-    peaks = {flag: planned_bytes(changed, prompt_tokens).peak for flag, changed in changes.items()}
-    flag = min(peaks, key=lambda name: peaks[name])
-    return flag, peaks[flag]
-
-
-def planned_bytes(settings: PlanSettings, length: int) -> PlannedBytes:
-    """Bytes by item for a prompt of `length` tokens."""
-    spec, item = settings.spec, ITEM_BYTES[settings.dtype]
-    row = 2 * spec.kv_heads * spec.head_dim * item  # one token's K and V in one layer
-    kept = length if settings.budget_tokens is None else min(settings.budget_tokens, length)
-    return PlannedBytes(
-        weights=spec.parameters * item,
-        cache=spec.layers * ((kept + settings.max_new_tokens) * row + settings.record_kept * spec.kv_heads * kept * 8),
-        bridge=length * spec.hidden_size * item,
-        active_kv=length * row,
-        workspace=_workspace(settings, length),
-        scoring=_scoring(settings, length, kept),
-        reserve=sum(settings.reserve_items.values()),
-    )
-
-
-def _workspace(settings: PlanSettings, length: int) -> int:
-    """Activations of one chunk, at most: the larger of attention and MLP, and the logits of one token."""
-    spec, item = settings.spec, ITEM_BYTES[settings.dtype]
-    whole = settings.method.schedule == "oneshot"
-    rows = length if whole else min(settings.chunk_size, length)
-    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    widened = 8 if item < 4 else 0  # norms and merged attention are formed in float32
-    hidden = spec.hidden_size * (3 * item + widened)
-    mlp = hidden + 3 * spec.intermediate_size * item
-    attention = hidden + 5 * query * item + 4 * kv * item + query * widened + 12 * spec.heads
-    if settings.attention == "eager":  # the full matrix of logits, its exponential and its mask; float32 K and V
-        attention += 13 * spec.heads * length + (8 * kv + 16) * length // rows + 12 * query
-    tables = 2 * spec.head_dim * (item + 8) + 16
-    # In a whole-prompt layer K and V live beside the queries but the MLP runs after they are gone.
-    return rows * (max(mlp, attention) + tables) + spec.vocab_size * (item + 8) + spec.hidden_size * 16
-
-
-def _scoring(settings: PlanSettings, length: int, kept: int) -> int:
-    """Window queries, one block of logits, and the running top-k, at most."""
-    if not settings.window:
-        return 0
-    spec, window = settings.spec, settings.window
-    block = -(-min(settings.score_block, length) // _TILE) * _TILE
-    queries = spec.heads * window * (3 * spec.head_dim + 2) * 4
-    logits = spec.heads * window * block * 4
-    keys = 2 * spec.kv_heads * block * spec.head_dim * 4
-    ranked = spec.kv_heads * (kept + 3 * block) * 64  # two blocks wait for the choice while the third comes
-    return queries + logits + keys + ranked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -11,10 +11,12 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Table
 from rich.text import Text
 
+from tidekv_cli.capacity import Capacity
+from tidekv_cli.device import Device
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import TideError
 from tidekv_cli.outcome import Outcome
-from tidekv_cli.plan import Plan
+from tidekv_cli.plan import Plan, PlannedBytes, PlanSettings
 from tidekv_cli.units import format_bytes
 
 _PLAIN_WIDTH = 100
@@ -24,7 +26,7 @@ class Reporter:
     """Writes to stderr: colours and bars on a terminal only, nothing but errors when `quiet`."""
 
     def __init__(self, environment: Environment, quiet: bool = False, verbose: bool = False) -> None:
-        self._quiet, self._verbose = quiet, verbose
+        self._environment, self._quiet, self._verbose = environment, quiet, verbose
         terminal = environment.stderr.isatty()
         self._console = Console(
             file=environment.stderr,
@@ -54,69 +56,63 @@ class Reporter:
         """The memory report, before the first token."""
         if self._quiet:
             return
-        plan, device, settings = outcome.plan, outcome.device, outcome.plan.settings
-        method = settings.method
-        budget = "all" if settings.budget_tokens is None else settings.budget_tokens
-        self._console.print(
-            f"model     {outcome.model_name}  {settings.spec.architecture}, {settings.dtype}", markup=False
-        )
-        self._console.print(
-            f"device    {device.name} ({device.kind}, profile {outcome.profile_name}): "
-            f"{format_bytes(device.free_bytes)} free of {format_bytes(device.total_bytes)}"
-            f" ({device.sources.get('free', '?')}; {device.sources.get('total', '?')})",
-            markup=False,
-        )
-        self._console.print(
-            f"method    {method.name}: {method.schedule}, {method.selector}, {method.budget_policy}, {method.kv_store};"
-            f" chunk {settings.chunk_size}, score block {settings.score_block}, budget {budget}",
-            markup=False,
-        )
+        plan, settings = outcome.plan, outcome.plan.settings
+        self._setting(outcome.model_name, outcome.device, outcome.profile_name, settings)
+        for change in plan.changes:
+            self._line(f"lowered   {change}")
         cut = f", {outcome.truncated_tokens} dropped" if outcome.truncated_tokens else ""
-        self._console.print(
-            f"prompt    {outcome.prompt_tokens} tokens{cut}, up to {settings.max_new_tokens} new ones", markup=False
-        )
-        self._console.print(self._bytes_table(plan))
-        self._console.print(self._summary(outcome), markup=False)
+        self._line(f"prompt    {outcome.prompt_tokens} tokens{cut}, up to {settings.max_new_tokens} new ones")
+        self._console.print(_bytes_table(plan.bytes))
+        self._line(_headroom(plan, outcome.device))
+        self._line(_estimate(plan))
 
-    def _bytes_table(self, plan: Plan) -> Table:
-        planned = plan.bytes
-        table = Table(box=None, pad_edge=False, show_header=False)
-        table.add_column("item")
-        table.add_column("bytes", justify="right")
-        for name, count in (
-            ("weights", planned.weights),
-            ("final cache", planned.cache),
-            ("hidden bridge", planned.bridge),
-            ("active-layer KV", planned.active_kv),
-            ("chunk workspace (bound)", planned.workspace),
-            ("scoring workspace (bound)", planned.scoring),
-            ("reserve", planned.reserve),
-            ("predicted peak", planned.peak),
-        ):
-            table.add_row(f"  {name}", format_bytes(count))
-        return table
+    def capacity(
+        self, model: str, device: Device, profile_name: str, capacity: Capacity, gains: Mapping[str, int]
+    ) -> None:
+        """The answer of a probe, on stdout; `gains` are flags that raise it and what they raise it to, in tokens."""
+        plan = capacity.plan
+        self._setting(model, device, profile_name, plan.settings)
+        rows = [
+            (
+                str(row.context_tokens),
+                ("yes" if row.fits else "no") + ("" if row.within_window else ", beyond the window"),
+                *(format_bytes(count) for count in (row.bytes.weights, row.bytes.cache)),
+                format_bytes(row.bytes.bridge + row.bytes.active_kv),
+                format_bytes(row.bytes.workspace + row.bytes.scoring),
+                format_bytes(row.bytes.peak),
+                "unknown" if row.headroom_bytes is None else format_bytes(row.headroom_bytes),
+                "" if row.measured_peak_bytes is None else format_bytes(row.measured_peak_bytes),
+            )
+            for row in capacity.rows
+        ]
+        headers = ("context", "fits", "weights", "cache", "bridge and KV", "workspace", "peak", "headroom", "live peak")
+        measured = any(row.measured_peak_bytes is not None for row in capacity.rows)
+        columns = len(headers) if measured else len(headers) - 1
+        text = plain_table(headers[:columns], [row[:columns] for row in rows])
+        text += f"\n{_largest(plan)}\n"
+        if gains:
+            raised = ", ".join(f"{flag} to {tokens}" for flag, tokens in gains.items())
+            text += f"by memory, {raised}\n"
+        self._environment.write(text)
 
-    def _summary(self, outcome: Outcome) -> str:
-        plan = outcome.plan
-        free, headroom = plan.settings.free_bytes, plan.headroom_bytes
-        if free is None or headroom is None:
-            return "headroom  unknown: free memory cannot be read"
-        window = plan.settings.spec.context_window
-        limit = plan.max_context_tokens
-        by_window = window is not None and limit == window
-        smaller = "--budget or --chunk-size" + ("" if plan.settings.dtype == "bfloat16" else ", or --dtype bfloat16,")
-        more = "a model with a longer window" if by_window else f"a smaller {smaller}"
-        limited = "" if free == outcome.device.free_bytes else f", limited to {format_bytes(free)} by --memory-limit"
-        percent = f" ({100 * headroom / free:.1f} % of what is free{limited})" if headroom >= 0 and free else limited
-        if not limit:
-            return f"headroom  {format_bytes(headroom)}{percent}\nmaximum feasible context  none fits at this setting"
-        new = plan.settings.max_new_tokens
-        return (
-            f"headroom  {format_bytes(headroom)}{percent}\n"
-            f"maximum feasible context  {limit} tokens (prompt {max(limit - new, 0)} and {new} new),"
-            f" limited by {'the window' if by_window else 'memory'}"
-            f" (by memory alone {plan.memory_context_tokens}); {more} would raise it"
+    def _setting(self, model: str, device: Device, profile_name: str, settings: PlanSettings) -> None:
+        """Model, device and method, three lines."""
+        method, sources = settings.method, device.sources
+        budget = "all" if settings.budget_tokens is None else settings.budget_tokens
+        self._line(f"model     {model}  {settings.spec.architecture}, {settings.dtype}")
+        self._line(
+            f"device    {device.name} ({device.kind}, profile {profile_name}):"
+            f" {format_bytes(device.free_bytes)} free of {format_bytes(device.total_bytes)}"
+            f" ({sources.get('free', '?')}; {sources.get('total', '?')})"
         )
+        self._line(
+            f"method    {method.name}: {method.schedule}, {method.selector}, {method.budget_policy}, {method.kv_store};"
+            f" chunk {settings.chunk_size}, score block {settings.score_block}, budget {budget}"
+        )
+
+    def _line(self, text: str) -> None:
+        if text and not self._quiet:
+            self._console.print(text, markup=False)
 
     def finish(self, outcome: Outcome) -> None:
         """What was measured, after the answer."""
@@ -153,6 +149,59 @@ class Reporter:
         with Progress(*columns, console=self._console, transient=True) as bar:
             task = bar.add_task("prefill", total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _bytes_table(planned: PlannedBytes) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column("item")
+    table.add_column("bytes", justify="right")
+    for name, count in (
+        ("weights", planned.weights),
+        ("cache at the peak", planned.cache),
+        ("hidden bridge", planned.bridge),
+        ("active-layer KV", planned.active_kv),
+        ("chunk workspace", planned.workspace),
+        ("scoring workspace", planned.scoring),
+        ("reserve", planned.reserve),
+        ("predicted peak", planned.peak),
+    ):
+        table.add_row(f"  {name}", format_bytes(count))
+    return table
+
+
+def _headroom(plan: Plan, device: Device) -> str:
+    free, headroom = plan.settings.free_bytes, plan.headroom_bytes
+    if free is None or headroom is None:
+        return "headroom  unknown: free memory cannot be read"
+    limited = "" if free == device.free_bytes else f", limited to {format_bytes(free)} by --memory-limit"
+    percent = f" ({100 * headroom / free:.1f} % of what is free{limited})" if headroom >= 0 and free else limited
+    return (
+        f"final cache  {format_bytes(plan.cache_bytes)}\nheadroom  {format_bytes(headroom)}{percent}\n{_largest(plan)}"
+    )
+
+
+def _largest(plan: Plan) -> str:
+    window, limit, new = plan.settings.spec.context_window, plan.max_context_tokens, plan.settings.max_new_tokens
+    if not limit:
+        return "maximum feasible context  none fits at this setting"
+    by_window = window is not None and limit == window
+    smaller = "--budget or --chunk-size" + ("" if plan.settings.dtype == "bfloat16" else ", or --dtype bfloat16,")
+    more = "a model with a longer window" if by_window else f"a smaller {smaller}"
+    return (
+        f"maximum feasible context  {limit} tokens (prompt {max(limit - new, 0)} and {new} new),"
+        f" limited by {'the window' if by_window else 'memory'}"
+        f" (by memory alone {plan.memory_context_tokens}); {more} would raise it"
+    )
+
+
+def _estimate(plan: Plan) -> str:
+    guess = plan.estimate
+    if guess.ttft_s is None or guess.decode_tokens_per_s is None:
+        return ""
+    return (
+        f"estimate  at best {guess.ttft_s:.3g} s to the first token, then {guess.decode_tokens_per_s:.3g} tokens/s"
+        " (from the profile's rates, not measured)"
+    )
 
 
 class _TokenRate(ProgressColumn):

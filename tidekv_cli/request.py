@@ -58,7 +58,10 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """What the user, the config and the profile say, in tokens. `budget` is a number, `full`, `auto`, or None."""
+    """What the user, the config and the profile say, in tokens. `budget` is a number, `full`, `auto`, or None.
+
+    `fixed` names what the user or the config said: `chunk_size`, `score_block`, `budget`.
+    """
 
     method: Method
     selector: SelectorInfo
@@ -69,6 +72,7 @@ class EngineChoice:
     attention: str
     dtype: str
     max_new_tokens: int
+    fixed: frozenset[str] = frozenset()
 
 
 def choose_settings(request: RunRequest, config: Mapping[str, Any], profile: Profile, device_kind: str) -> EngineChoice:
@@ -101,6 +105,11 @@ def choose_settings(request: RunRequest, config: Mapping[str, Any], profile: Pro
         max_new_tokens=_tokens(
             "--max-new-tokens",
             first_given(request.max_new_tokens, config.get("max_new_tokens"), profile.max_new_tokens),
+        ),
+        fixed=frozenset(
+            name
+            for name in ("chunk_size", "score_block", "budget")
+            if getattr(request, name) is not None or name in config
         ),
     )
     if request.truncate not in TRUNCATIONS:

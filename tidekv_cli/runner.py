@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from typing import Any
 
 from tidekv_cli.catalog import DEFAULT_MODEL
-from tidekv_cli.device import Device, detect_device
+from tidekv_cli.device import detect_device
 from tidekv_cli.documents import Document, read_documents
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import (
-    DoesNotFitError,
     ExitCode,
     Interrupted,
     MemoryExhaustedError,
@@ -26,15 +24,14 @@ from tidekv_cli.errors import (
 from tidekv_cli.kept_file import KeptFile
 from tidekv_cli.model_spec import ModelFiles, inspect_model
 from tidekv_cli.outcome import Outcome, outcome_document
-from tidekv_cli.plan import Plan, PlanSettings, best_change, largest_budget, make_plan
-from tidekv_cli.profile import Profile, find_profile
+from tidekv_cli.plan import Plan, PlanSettings
 from tidekv_cli.report import Reporter
-from tidekv_cli.request import EngineChoice, RunRequest, check_budget, choose_settings, first_given
+from tidekv_cli.request import RunRequest, first_given
+from tidekv_cli.room import Room
 from tidekv_cli.settings import load_settings
+from tidekv_cli.setup import Setup, set_up
 from tidekv_cli.sources import resolve_model
-from tidekv_cli.units import format_bytes, parse_bytes
-
-_PROFILE_OF_KIND = {"cpu": "cpu", "cuda": "generic-cuda"}
+from tidekv_cli.units import format_bytes
 
 
 class Runner:
@@ -54,12 +51,7 @@ class Runner:
         if self._environment.stdout is None:
             raise UsageError("standard output is closed, so there is no place for the answer", "do not close it")
         config = load_settings(environ)
-        device = detect_device(first_given(request.device, config.get("device"), "auto"))
-        profile = find_profile(
-            first_given(request.profile, config.get("profile"), _PROFILE_OF_KIND[device.kind]), environ
-        )
-        choice = choose_settings(request, config, profile, device.kind)
-        limit = parse_bytes(request.memory_limit, "--memory-limit") if request.memory_limit is not None else None
+        setup = set_up(request, config, environ)
         sampling = SamplingSettings(request.temperature, request.top_p, request.seed)
         if request.kept is not None:
             KeptFile(request.kept).check(request.documents)
@@ -69,12 +61,12 @@ class Runner:
         if request.kept is not None:
             KeptFile(request.kept).check([source.path])
         files = inspect_model(source.path)
-        outcome, ids, tokenizer = self._prepare(name, files, device, profile, choice, limit, documents)
+        outcome, ids, tokenizer = self._prepare(name, files, setup, documents)
         self._reporter.plan(outcome)
         if request.dry_run:
             return self._end(outcome)
         try:
-            self._generate(outcome, files, tokenizer, ids, sampling)
+            self._generate(outcome, files, tokenizer, ids, sampling, setup.ceiling_bytes)
         except KeyboardInterrupt:
             outcome.finish_reason = "interrupted"
             self._end(outcome)
@@ -83,22 +75,14 @@ class Runner:
         return self._end(outcome)
 
     def _prepare(
-        self,
-        name: str,
-        files: ModelFiles,
-        device: Device,
-        profile: Profile,
-        choice: EngineChoice,
-        limit: int | None,
-        documents: list[Document],
+        self, name: str, files: ModelFiles, setup: Setup, documents: list[Document]
     ) -> tuple[Outcome, list[int], Any]:
         """Tokenize, truncate if allowed, and plan. Raises before any weight is loaded if it cannot work."""
         from tidekv_cli.loading import load_tokenizer
         from tidekv_cli.prompt import build_prompt, truncate
 
         request = self._request
-        selector = choice.selector.build(request.parameters)
-        check_budget(choice, selector.mandatory_tokens)
+        fitter = setup.fitter()
         tokenizer = load_tokenizer(files)
         if not request.raw and not getattr(tokenizer, "chat_template", None):
             self._warn("the model has no chat template; the prompt is given to it as it is")
@@ -106,8 +90,8 @@ class Runner:
             tokenizer, documents, request.prompt, request.system, request.raw, request.template_arguments
         )
         _check_vocabulary(files, prompt.token_ids)
-        settings = self._plan_settings(files, profile, choice, device, limit, selector.window)
-        plan = _plan(settings, choice, len(prompt.token_ids), selector.mandatory_tokens)
+        settings = setup.plan_settings(files.spec, files.config, record_kept=request.kept is not None)
+        plan = fitter.plan(settings, len(prompt.token_ids))
         allowed = min(self._window_left(settings), _or_no_limit(plan.memory_prompt_tokens))
         if request.truncate != "error" and len(prompt.token_ids) > allowed:
             try:
@@ -117,13 +101,13 @@ class Runner:
                     raise
             else:
                 self._warn(f"{prompt.truncated_tokens} document tokens were dropped ({request.truncate})")
-                plan = _plan(settings, choice, len(prompt.token_ids), selector.mandatory_tokens)
+                plan = fitter.plan(settings, len(prompt.token_ids))
         outcome = Outcome(
             model_name=name,
             model_source=str(files.path),
-            device=device,
-            profile_name=profile.name,
-            choice=choice,
+            device=setup.device,
+            profile_name=setup.profile.name,
+            choice=setup.choice,
             plan=plan,
             document_tokens=[(d.path, n) for d, n in zip(documents, prompt.document_tokens, strict=True)],
             prompt_tokens=len(prompt.token_ids),
@@ -132,32 +116,13 @@ class Runner:
         )
         try:
             if not plan.fits:
-                raise _does_not_fit(plan)
+                raise fitter.refusal(plan)
             self._check_window(plan)
         except TideError:
             if request.dry_run:
                 self._reporter.plan(outcome)
             raise
         return outcome, prompt.token_ids, tokenizer
-
-    def _plan_settings(
-        self, files: ModelFiles, profile: Profile, choice: EngineChoice, device: Device, limit: int | None, window: int
-    ) -> PlanSettings:
-        known = [amount for amount in (device.free_bytes, limit) if amount is not None]
-        return PlanSettings(
-            spec=files.spec,
-            method=choice.method,
-            dtype=choice.dtype,
-            chunk_size=choice.chunk_size,
-            score_block=choice.score_block,
-            budget_tokens=choice.budget if isinstance(choice.budget, int) else None,
-            window=window,
-            max_new_tokens=choice.max_new_tokens,
-            attention=choice.attention,
-            reserve_items=profile.reserve,
-            free_bytes=min(known, default=None),
-            record_kept=self._request.kept is not None,
-        )
 
     def _window_left(self, settings: PlanSettings) -> int:
         """The longest prompt that the model's window takes."""
@@ -180,37 +145,41 @@ class Runner:
         self._warn(message)
 
     def _generate(
-        self, outcome: Outcome, files: ModelFiles, tokenizer: Any, ids: list[int], sampling: SamplingSettings
+        self,
+        outcome: Outcome,
+        files: ModelFiles,
+        tokenizer: Any,
+        ids: list[int],
+        sampling: SamplingSettings,
+        ceiling_bytes: int | None,
     ) -> None:
-        """Load, prefill and stream; fills `outcome` as it goes."""
+        """Load, prefill and stream; fills `outcome` as it goes. Live tensors stay below the ceiling."""
         import torch
 
+        from tidekv_cli.assembly import engine_settings, torch_dtype
         from tidekv_cli.engine.attention import choose_attention
-        from tidekv_cli.engine.budgets import Uniform
         from tidekv_cli.engine.meter import process_peak_bytes
-        from tidekv_cli.engine.prefill import PrefillSettings
         from tidekv_cli.engine.session import Session
         from tidekv_cli.loading import load_model
 
         request, choice, plan = self._request, outcome.choice, outcome.plan
         began = time.perf_counter()
-        settings = PrefillSettings(
-            schedule=choice.method.schedule,
-            selector=choice.selector.build(request.parameters),
-            policy=Uniform(plan.settings.budget_tokens or len(ids)),
-            attention=choose_attention(choice.attention, torch.device(outcome.device.kind)),
-            chunk_size=choice.chunk_size,
-            score_block=choice.score_block,
-            slack=choice.max_new_tokens,
-            record_kept=request.kept is not None,
+        attention = choose_attention(choice.attention, torch.device(outcome.device.address))
+        settings = engine_settings(plan.settings, len(ids), attention)
+        room = Room(
+            lambda: detect_device(outcome.device.address).free_bytes,
+            plan.bytes.workspace,
+            len(ids) if settings.schedule == "oneshot" else settings.chunk_size,
         )
         try:
-            loaded = load_model(files, getattr(torch, choice.dtype))
+            loaded = load_model(files, torch_dtype(plan.settings))
             session = Session(loaded.model, loaded.end_token_ids)
             outcome.load_s = time.perf_counter() - began
             began = time.perf_counter()
             with self._reporter.prefill_progress(len(ids)) as progress:
-                prompt, outcome.live_peak_bytes = session.prefill(ids, settings, progress)
+                prompt, outcome.live_peak_bytes = session.prefill(ids, settings, progress, room.shortage, ceiling_bytes)
+            for change in prompt.lowered:
+                self._warn(change)
             outcome.prefill_s, outcome.scoring_s = prompt.prefill_s, prompt.scoring_s
             outcome.cache_bytes = sum(store.nbytes for store in prompt.cache)
             outcome.cache_tokens_per_layer = [store.length for store in prompt.cache]
@@ -292,35 +261,8 @@ class Runner:
         return self._late.code
 
 
-def _plan(settings: PlanSettings, choice: EngineChoice, length: int, least: int) -> Plan:
-    """`full` keeps the whole prompt; `auto` as much of it as fits, at least the `least` that the selector keeps."""
-    if choice.budget == "full":
-        settings = replace(settings, budget_tokens=None)
-    if choice.budget != "auto":
-        return make_plan(settings, length)
-    settings = replace(settings, budget_tokens=least)
-    most = max(largest_budget(settings, length), least)
-    longest = make_plan(settings, length).memory_prompt_tokens  # at that least budget
-    return replace(make_plan(replace(settings, budget_tokens=most), length), memory_prompt_tokens=longest)
-
-
 def _or_no_limit(tokens: int | None) -> int:
     return 1 << 62 if tokens is None else tokens
-
-
-def _does_not_fit(plan: Plan) -> DoesNotFitError:
-    settings = plan.settings
-    flag, peak = best_change(settings, plan.prompt_tokens)
-    longest = plan.memory_prompt_tokens
-    shorten = f"; at this setting a prompt of {longest} tokens fits (--truncate)" if longest else ""
-    enough = (
-        "fits" if settings.free_bytes is not None and peak <= settings.free_bytes else "helps most but is not enough"
-    )
-    way = "no single flag helps" if peak >= plan.bytes.peak else f"{flag} {enough}, with {format_bytes(peak)}"
-    return DoesNotFitError(
-        f"the predicted peak {format_bytes(plan.bytes.peak)} exceeds the {format_bytes(settings.free_bytes)} free",
-        f"{way}{shorten or '; no prompt fits at this setting'}",
-    )
 
 
 def _check_vocabulary(files: ModelFiles, ids: list[int]) -> None:

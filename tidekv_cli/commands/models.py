@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
 
-from tidekv_cli.catalog import ALIASES, DEFAULT_MODEL
+from tidekv_cli.catalog import ALIASES, DEFAULT_MODEL, HUB_ALIASES, HubAlias, ModelAlias
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import ModelError
 
@@ -18,15 +17,15 @@ models = typer.Typer(help="Model aliases: list, fetch, find.", no_args_is_help=T
 def list_models(context: typer.Context) -> None:
     """List the aliases, where each comes from, and whether it is on disk."""
     from tidekv_cli.report import plain_table
-    from tidekv_cli.sources import alias_path
+    from tidekv_cli.sources import path_on_disk
 
     environment: Environment = context.obj
     rows = []
-    for alias in ALIASES.values():
-        path = alias_path(alias, environment.environ)
+    aliases: list[ModelAlias | HubAlias] = [*ALIASES.values(), *HUB_ALIASES.values()]
+    for alias in aliases:
         default = " (default)" if alias.name == DEFAULT_MODEL else ""
-        where = str(path) if os.path.exists(path) else "not fetched"
-        rows.append((alias.name + default, alias.description, alias.license, alias.requirement, where))
+        where = str(path_on_disk(alias, environment.environ) or "not fetched")
+        rows.append((alias.name + default, alias.description, alias.license, alias.origin, where))
     environment.write(plain_table(("alias", "model", "license", "source", "on disk"), rows))
 
 
@@ -36,16 +35,17 @@ def pull_model(
     name: Annotated[str, typer.Argument(help="The alias.")] = DEFAULT_MODEL,
     again: Annotated[bool, typer.Option("--again", help="Fetch even if it is on disk.")] = False,
 ) -> None:
-    """Fetch an alias's file unless it is on disk; print where it is."""
+    """Fetch an alias's files unless they are on disk; print where they are."""
     from tidekv_cli.report import Reporter
     from tidekv_cli.sources import pull, resolve_model
 
     environment: Environment = context.obj
-    if name not in ALIASES:
-        raise ModelError(f"there is no alias {name!r}", f"known are {', '.join(ALIASES)}")
+    alias = ALIASES.get(name) or HUB_ALIASES.get(name)
+    if alias is None:
+        raise ModelError(f"there is no alias {name!r}", f"known are {', '.join([*ALIASES, *HUB_ALIASES])}")
     note = Reporter(environment).note
     if again:
-        pull(ALIASES[name], environment.environ, note, again=True)
+        pull(alias, environment.environ, note, again=True)
     environment.write(f"{resolve_model(name, environment.environ, False, note).path}\n")
 
 

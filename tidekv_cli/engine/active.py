@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tidekv_cli.engine.adapter import KeysOnlyError
 from tidekv_cli.engine.attention import Attention
+from tidekv_cli.engine.ledger import ACTIVE_KV, book
 from tidekv_cli.engine.scoring import Observer
 
 
@@ -27,7 +28,7 @@ class ActiveKV:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._length = 0
-        self.keys_only = False
+        self._keys_only = False
         self.after_attention: Callable[[], None] | None = None
 
     @property
@@ -42,6 +43,10 @@ class ActiveKV:
         assert self._values is not None
         return self._values[:, :, : self._length]
 
+    def place(self, start: int, keys_only: bool) -> None:
+        """The next chunk begins at row `start`; `keys_only` if nothing after its keys and values is wanted."""
+        self._length, self._keys_only = start, keys_only
+
     def clear(self) -> None:
         """Ready for the next layer."""
         self._length = 0
@@ -53,7 +58,8 @@ class ActiveKV:
         self._keys = self._stored(self._keys, keys)
         self._values = self._stored(self._values, values)
         self._length += keys.shape[2]
-        if self.keys_only:
+        book(ACTIVE_KV, self._keys, self._values)
+        if self._keys_only:
             raise KeysOnlyError
         return self.keys, self.values
 

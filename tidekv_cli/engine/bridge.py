@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tidekv_cli.engine.ledger import BRIDGE, book
+
 
 class Bridge:
     """Hidden states [1, S, d] of one prompt, written and read chunk by chunk."""
@@ -22,7 +24,9 @@ class Bridge:
         stop = start + hidden.shape[1]
         if stop - start == self._length:
             self._rows = hidden
+            book(BRIDGE, hidden)
             return
         if self._rows is None:
             self._rows = hidden.new_empty(1, self._length, hidden.shape[2])
+            book(BRIDGE, self._rows)
         self._rows[:, start:stop] = hidden

@@ -63,12 +63,13 @@ def generate_tokens(
             return
         yield token
         if count < limit:
-            logits = _next_logits(adapter, prompt, token, position)
+            logits = next_logits(adapter, prompt, token, position)
             position += 1
 
 
 @torch.no_grad()
-def _next_logits(adapter: ModelAdapter, prompt: Prefilled, token: int, position: int) -> Tensor:
+def next_logits(adapter: ModelAdapter, prompt: Prefilled, token: int, position: int) -> Tensor:
+    """Logits [V] after `token` at `position`, whose K and V join the cache."""
     adapter.bind(prompt.cache)
     try:
         return adapter.step(torch.tensor([[token]], device=adapter.device), position)

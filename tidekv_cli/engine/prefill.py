@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,12 +20,17 @@ from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.attention import Attention
 from tidekv_cli.engine.bridge import Bridge
 from tidekv_cli.engine.budgets import BudgetPolicy
-from tidekv_cli.engine.scoring import Observer
+from tidekv_cli.engine.ledger import CACHE, SCORING, births_booked, book
+from tidekv_cli.engine.memory import attempt, release_unused
+from tidekv_cli.engine.scoring import Observation, Observer
 from tidekv_cli.engine.selectors import LayerView, Selection, Selector, shared_by_heads, span
 from tidekv_cli.engine.stores.dense import DenseStore
 
 # (chunks done, chunks in all)
 Progress = Callable[[int, int], None]
+# Why there is no room for a chunk of that many tokens now, or None if there is.
+Shortage = Callable[[int], str | None]
+_LEAST_CHUNK, _LEAST_BLOCK = 256, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class Prefilled:
     """A compact cache with one store a layer, and the next token's logits [V] in float32. Generated from once only.
 
     `kept` holds each layer's positions [Hkv, K], int64, ascending, where they were asked for. Times are in seconds;
-    `scoring_s` is choosing what stays.
+    `scoring_s` is choosing what stays. `lowered` says what was made smaller on the way, for want of memory.
     """
 
     cache: list[DenseStore]
@@ -55,91 +61,162 @@ class Prefilled:
     length: int
     prefill_s: float
     scoring_s: float
+    lowered: tuple[str, ...] = ()
 
 
 class LayerMajorPrefill:
     """Builds the compact cache of one prompt; one object a prompt, so nothing is left over from the one before."""
 
     def __init__(
-        self, adapter: ModelAdapter, ids: Tensor, settings: PrefillSettings, progress: Progress | None = None
+        self,
+        adapter: ModelAdapter,
+        ids: Tensor,
+        settings: PrefillSettings,
+        progress: Progress | None = None,
+        shortage: Shortage | None = None,
     ) -> None:
-        """`ids` [1, S] is the prompt."""
-        self._adapter, self._ids, self._settings = adapter, ids, settings
+        """`ids` [1, S] is the prompt; `shortage` is asked before every chunk."""
+        self.adapter = adapter
+        self._ids, self._settings = ids, settings
         self._progress = progress or (lambda done, total: None)
+        self._shortage = shortage or (lambda tokens: None)
         self._length = ids.shape[1]
         self._whole = settings.schedule == "oneshot"
         window = min(settings.selector.window, self._length)
         # Nothing reads the last layer but the last token and the observation queries; before them K and V suffice.
         self._tail = self._length - max(window, 1)
         self._observer = Observer(window, self._length) if window else None
+        size = self._length if self._whole else settings.chunk_size
+        self.last_chunks = chunk_borders(self._length, size, self._tail)  # (start, stop) of each, in the last layer
+        self.chunks = [(0, self._length)] if self._whole else self.last_chunks  # in every other layer
         self._active = ActiveKV(settings.attention, self._observer, self._length, reused=not self._whole)
         self._bridge = Bridge(self._length)
         self._cache: list[DenseStore] = []
         self._kept: list[Tensor] = []
+        self._chunk_size, self._score_block = settings.chunk_size, settings.score_block
+        self._tried: tuple[int, int] | None = None  # a chunk that can only be tried again
         self._scoring_s = 0.0
+        self._lowered: list[str] = []
 
     @torch.no_grad()
     def run(self) -> Prefilled:
-        """Prefill the prompt, leaving nothing alive but the result."""
+        """Prefill the prompt, leaving nothing alive but the result.
+
+        Where memory runs out, what nothing uses is given back, and the chunk is halved for the rest of the prompt,
+        down to 256 tokens; in eviction the score block. Raises `MemoryError` when that does not help.
+        """
         began = time.perf_counter()
-        layers = len(self._adapter.layers)
-        cut = chunk_borders(self._length, self._length if self._whole else self._settings.chunk_size, self._tail)
-        chunks = [(0, self._length)] if self._whole else cut
-        total = len(chunks) * (layers - 1) + len(cut)
+        layers = len(self.adapter.layers)
         if self._whole:
             self._active.after_attention = self._evict
-        self._adapter.bind([self._active] * layers)
+        self.adapter.bind([self._active] * layers)
         try:
             hidden = None
             for layer in range(layers):
-                last = layer == layers - 1
-                for number, (start, stop) in enumerate(cut if last else chunks, 1):
-                    self._active.keys_only = last and stop <= self._tail
-                    hidden = self._advance(layer, start, stop)
-                    if hidden is not None and not last:
-                        self._bridge.put(start, hidden)
-                    self._progress(layer * len(chunks) + number, total)
+                hidden = self._layer(layer, layers)
                 if not self._whole:
                     self._evict()
             assert hidden is not None
-            logits = self._adapter.finish(hidden, self._ids)
+            logits = self._logits(hidden)
         finally:
-            self._adapter.bind(())
+            self.adapter.bind(())
             self._active.after_attention = None  # else the two hold each other, and bridge and KV with them
-        return Prefilled(self._cache, self._kept, logits, self._length, time.perf_counter() - began, self._scoring_s)
+        seconds = time.perf_counter() - began
+        return Prefilled(self._cache, self._kept, logits, self._length, seconds, self._scoring_s, tuple(self._lowered))
 
-    def _advance(self, layer: int, start: int, stop: int) -> Tensor | None:
-        """One layer over one chunk: hidden states [1, n, d] after it, or None where only K and V were wanted."""
-        call = self._adapter.record(self._ids[:, start:stop], start, layer)
-        hidden = call.hidden if layer == 0 else self._bridge.chunk(start, stop)
-        return self._adapter.replay(layer, hidden, call)
+    def _layer(self, layer: int, layers: int) -> Tensor | None:
+        """One layer over all chunks; hidden states [1, n, d] after the last of them."""
+        last = layer == layers - 1
+        pending = self.last_chunks if last else self.chunks
+        while pending:
+            hidden = None  # of the chunk before
+            shortage = self._shortage(pending[0][1] - pending[0][0])
+            if shortage is None:
+                hidden, shortage = attempt(partial(self._chunk, layer, *pending[0], last))
+            if shortage is None:
+                pending, self._tried = pending[1:], None
+                done = len(self.chunks) * layer + len(self.last_chunks if last else self.chunks) - len(pending)
+                self._progress(done, len(self.chunks) * (layers - 1) + len(self.last_chunks))
+            else:
+                pending = self._smaller(pending, shortage)
+        return hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits, shortage = attempt(partial(self.adapter.finish, hidden, self._ids))
+        if logits is None:
+            release_unused(self._ids.device)
+            logits, shortage = attempt(partial(self.adapter.finish, hidden, self._ids))
+        if logits is None:
+            raise MemoryError(shortage)
+        return logits
+
+    def _chunk(self, layer: int, start: int, stop: int, last: bool) -> Tensor | None:
+        """One layer over one chunk, written to the bridge; None where only keys and values were wanted."""
+        self._active.place(start, keys_only=last and stop <= self._tail)
+        call = self.adapter.record(self._ids[:, start:stop], start, layer)
+        hidden = self.adapter.replay(layer, call.hidden if layer == 0 else self._bridge.chunk(start, stop), call)
+        if hidden is not None and not last:
+            self._bridge.put(start, hidden)
+        return hidden
+
+    def _smaller(self, pending: list[tuple[int, int]], shortage: str) -> list[tuple[int, int]]:
+        """`pending` in pieces shorter than its first, as are all chunks from now on; one too short as it is, once."""
+        size = pending[0][1] - pending[0][0]
+        if self._whole or (size <= _LEAST_CHUNK and self._tried == pending[0]):
+            raise MemoryError(shortage)
+        release_unused(self._ids.device)
+        if size <= _LEAST_CHUNK:
+            self._tried = pending[0]
+            return pending
+        before = self._chunk_size
+        while self._chunk_size >= size:
+            self._chunk_size = max(self._chunk_size // 2, _LEAST_CHUNK)
+        self._lowered.append(f"chunk_size {before} -> {self._chunk_size}: {shortage}")
+        self.chunks, self.last_chunks = split(self.chunks, self._chunk_size), split(self.last_chunks, self._chunk_size)
+        return split(pending, self._chunk_size)
 
     def _evict(self) -> None:
         """Keep the active layer's budget of rows in a store of its own and let go of the rest."""
+        observation = self._observer.take() if self._observer is not None else None
+        last_try = False
+        while True:
+            _, shortage = attempt(partial(self._compress, observation))
+            if shortage is None:
+                return self._active.clear()
+            if last_try:
+                raise MemoryError(shortage)
+            release_unused(self._ids.device)
+            block = self._score_block
+            last_try = observation is None or block <= _LEAST_BLOCK
+            if not last_try:
+                self._score_block = max(block // 2, _LEAST_BLOCK)
+                self._lowered.append(f"score_block {block} -> {self._score_block}: {shortage}")
+
+    def _compress(self, observation: Observation | None) -> None:
         settings, active = self._settings, self._active
         budget = min(settings.policy.layer_budget(len(self._cache)), self._length)
         began = time.perf_counter()
-        selection = self._select(budget)
+        with births_booked(SCORING):
+            selection = self._select(budget, observation)
         self._scoring_s += time.perf_counter() - began
+        store = DenseStore(active.keys, active.values, selection.indices, settings.slack, settings.attention)
+        self._cache.append(store)
         if settings.record_kept:
+            book(CACHE, selection.indices)
             self._kept.append(selection.indices)
-        self._cache.append(
-            DenseStore(active.keys, active.values, selection.indices, settings.slack, settings.attention)
-        )
-        active.clear()
 
-    def _select(self, budget: int) -> Selection:
+    def _select(self, budget: int, observation: Observation | None) -> Selection:
         keys = self._active.keys[0]
-        observation = self._observer.take() if self._observer is not None else None
         if budget == self._length:
             return shared_by_heads(span(0, budget, keys), keys.shape[0])
-        return self._settings.selector.select(LayerView(keys, observation, self._settings.score_block), budget)
+        return self._settings.selector.select(LayerView(keys, observation, self._score_block), budget)
+
+
+def split(chunks: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """The same tokens in pieces of at most `size`; every border stays."""
+    return [(at, min(at + size, stop)) for start, stop in chunks for at in range(start, stop, size)]
 
 
 def chunk_borders(length: int, chunk_size: int, tail: int) -> list[tuple[int, int]]:
     """Chunks of at most `chunk_size` that cover 0 .. length-1, with a border at `tail`, where observation starts."""
-    return [
-        (start, min(start + chunk_size, part_stop))
-        for part_start, part_stop in ((0, tail), (tail, length))
-        for start in range(part_start, part_stop, chunk_size)
-    ]
+    return split([part for part in ((0, tail), (tail, length)) if part[0] < part[1]], chunk_size)

@@ -76,12 +76,19 @@ def window_scores(keys: Tensor, observation: Observation, prefix: int, block: in
     for start in range(0, prefix, block):
         stop = min(start + block, prefix)
         scores = lse.new_empty(keys.shape[0], stop - start)
-        for at in range(start, stop, part):
-            to = min(at + part, stop)
+        for at, to in _parts(start, stop, part):
             weights = _logits(queries, keys[:, at:to], buffer).sub_(shift).exp_()
             weights = weights if weights.shape[1] == to - at else weights[:, : to - at]
             torch.sum(weights, 2, out=scores[:, at - start : to - start])
         yield scores
+
+
+def _parts(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """Whole tiles in parts of `size`, then what is left alone, so that padding copies less than a tile."""
+    whole = stop - (stop - start) % _TILE
+    yield from ((at, min(at + size, whole)) for at in range(start, whole, size))
+    if whole < stop:
+        yield whole, stop
 
 
 def window_lse(keys: Tensor, observation: Observation, prefix: int, block: int) -> Tensor:

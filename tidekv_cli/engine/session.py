@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from tidekv_cli.engine import ledger
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.decode import generate_tokens
 from tidekv_cli.engine.meter import LiveMeter
-from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings, Progress
+from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings, Progress, Shortage
 from tidekv_cli.engine.sampling import SamplingSettings
 
 
@@ -23,14 +24,24 @@ class Session:
         self._model = model
 
     def prefill(
-        self, token_ids: Sequence[int], settings: PrefillSettings, progress: Progress | None = None
+        self,
+        token_ids: Sequence[int],
+        settings: PrefillSettings,
+        progress: Progress | None = None,
+        shortage: Shortage | None = None,
+        ceiling_bytes: int | None = None,
     ) -> tuple[Prefilled, int]:
-        """Build the compact cache of a prompt; also the live-tensor peak in bytes while it was built, with weights."""
+        """Build the compact cache of a prompt; also the live-tensor peak in bytes while it was built, with weights.
+
+        Live tensors above `ceiling_bytes` count as memory that has run out. Raises `MemoryError` where a smaller
+        chunk and score block do not help.
+        """
         ids = torch.tensor([token_ids], device=self.adapter.device)
-        meter = LiveMeter()
-        meter.watch([ids, *self._model.parameters(), *self._model.buffers()])
+        meter = LiveMeter(ceiling_bytes=ceiling_bytes)
+        meter.watch([*self._model.parameters(), *self._model.buffers()])
+        meter.watch([ids], ledger.WORKSPACE)
         with meter:
-            prompt = LayerMajorPrefill(self.adapter, ids, settings, progress).run()
+            prompt = LayerMajorPrefill(self.adapter, ids, settings, progress, shortage).run()
         return prompt, meter.peak_bytes
 
     def generate(self, prompt: Prefilled, sampling: SamplingSettings, limit: int) -> Iterator[int]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tidekv_cli.engine.attention import Attention
+from tidekv_cli.engine.ledger import CACHE, book
 
 
 class DenseStore:
@@ -20,6 +21,7 @@ class DenseStore:
         self.length = self.prompt_length = indices.shape[1]
         self._keys = _gathered(keys, indices, slack)
         self._values = _gathered(values, indices, slack)
+        book(CACHE, self._keys, self._values)
 
     @property
     def keys(self) -> Tensor:
@@ -42,6 +44,7 @@ class DenseStore:
         if stop > self._keys.shape[2]:
             extra = max(stop, self._keys.shape[2] * 3 // 2) - self.length
             self._keys, self._values = _grown(self.keys, extra), _grown(self.values, extra)
+            book(CACHE, self._keys, self._values)
         self._keys[:, :, self.length : stop] = keys
         self._values[:, :, self.length : stop] = values
         self.length = stop

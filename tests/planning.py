@@ -1,0 +1,51 @@
+"""Plan settings written for a test. Knows nothing of what is tested."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tidekv_cli.catalog import shape_of
+from tidekv_cli.methods import SELECTORS, Method
+from tidekv_cli.model_spec import spec_from_config
+from tidekv_cli.plan import PlanSettings
+
+GIB = 1 << 30
+
+
+def llama_8b() -> dict[str, Any]:
+    """The config of Llama-3.1-8B, as shipped."""
+    config = shape_of("llama-3.1-8b")
+    assert config is not None
+    return config
+
+
+def method(schedule: str = "tide", selector: str = "snapkv") -> Method:
+    """A point on the axes."""
+    return Method("m", schedule, selector, "uniform", "dense", "")
+
+
+def plan_settings(config: Mapping[str, Any] | None = None, **changes: Any) -> PlanSettings:
+    """Llama-3.1-8B in BF16 on a 24 GiB CUDA device, the paper's main setting, unless changed.
+
+    `selector_settings` follow the method's selector unless given.
+    """
+    config = llama_8b() if config is None else config
+    chosen = changes.get("method", method())
+    base = PlanSettings(
+        spec=spec_from_config(config, "test", runnable=False),
+        method=chosen,
+        dtype="bfloat16",
+        chunk_size=2048,
+        score_block=2048,
+        budget_tokens=4096,
+        selector_settings=SELECTORS[chosen.selector].settings({}),
+        max_new_tokens=1,
+        attention="sdpa",
+        reserve_items={},
+        free_bytes=24 * GIB,
+        config=config,
+        device_kind="cuda",
+    )
+    return replace(base, **changes)

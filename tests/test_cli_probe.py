@@ -1,0 +1,176 @@
+"""`tidekv probe-capacity`: what fits where, without weights, network or the device itself."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.builders import byte_level_tokenizer
+from tests.cli_runner import CliResult, run_cli
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A cache of this file's own."""
+    return {"TIDEKV_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+
+
+def probe(plans: dict[str, str], *arguments: str) -> CliResult:
+    return run_cli("probe-capacity", "--offline", *arguments, environ=plans)
+
+
+def test_llama_8b_on_an_rtx_4090(plans: dict[str, str]) -> None:
+    result = probe(plans, "-m", "llama-3.1-8b", "--profile", "rtx-4090", "--json")
+    found = result.document
+    assert result.code == 0
+    assert found["max_context_tokens"] == 131072 and found["limited_by"] == "window"
+    assert found["memory_context_tokens"] > 131072
+    assert found["device"]["kind"] == "cuda" and found["device"]["profile"] == "rtx-4090"
+    assert found["plan"]["bytes"]["weights"] == 2 * 8_030_261_248
+    assert found["plan"]["estimate"]["ttft_s"] > 0
+    contexts = [row["context_tokens"] for row in found["rows"]]
+    assert contexts == sorted(contexts) and contexts[-1] == 131072
+    for row in found["rows"]:
+        assert row["fits"] and row["within_window"] and row["measured_peak_bytes"] is None
+        assert row["peak_bytes"] == sum(row["bytes"].values())
+        assert row["headroom_bytes"] == found["device"]["free_bytes"] - row["peak_bytes"]
+
+
+def test_weights_that_do_not_fit(plans: dict[str, str]) -> None:
+    result = probe(plans, "-m", "llama-3.1-8b", "--profile", "jetson-orin-nx-16gb")
+    result.assert_error(4, "exceeds", "weights and reserve alone take", "use a smaller model")
+    assert result.out == ""
+    document = probe(plans, "-m", "llama-3.1-8b", "--profile", "jetson-orin-nx-16gb", "--json").document
+    assert document["error"]["code"] == 4 and document["error"]["kind"] == "does_not_fit"
+
+
+def test_lengths_that_were_asked_for(plans: dict[str, str]) -> None:
+    arguments = ("-m", "llama-3.1-8b", "--profile", "rtx-4090", "--context", "40000, 200000,90000000")
+    rows = probe(plans, *arguments, "--json").document["rows"]
+    assert [row["context_tokens"] for row in rows] == [40000, 200000, 90000000]
+    assert [row["fits"] for row in rows] == [True, True, False]
+    assert [row["within_window"] for row in rows] == [True, False, False]
+    text = probe(plans, *arguments)
+    assert text.code == 0 and "90000000" in text.out and "no, beyond the window" in text.out
+
+
+def test_what_is_simulated_agrees_with_the_lines(plans: dict[str, str]) -> None:
+    arguments = ("-m", "llama-3.1-8b", "--profile", "rtx-4090", "--context", "50000", "--json")
+    lines, exact = (probe(plans, *arguments, *more).document["rows"][0] for more in ((), ("--simulate",)))
+    transient = exact["peak_bytes"] - exact["bytes"]["weights"]
+    assert 0 <= lines["peak_bytes"] - exact["peak_bytes"] <= transient / 100
+
+
+def test_memory_decides_and_what_would_help_is_said(plans: dict[str, str]) -> None:
+    limit = ("-m", "llama-3.1-8b", "--profile", "rtx-4090", "--memory-limit", "17.5GiB")
+    result = probe(plans, *limit)
+    assert result.code == 0, result.err
+    assert "limited by memory" in result.out and "--chunk-size 256 to" in result.out and "--budget 256 to" in result.out
+    most = probe(plans, *limit, "--json").document["max_context_tokens"]
+    rows = probe(plans, *limit, "--context", f"{most},{most + 1}", "--json").document["rows"]
+    assert [row["fits"] for row in rows] == [True, False]
+    less = probe(plans, *limit[:-1], "17.2GiB", "--json").document
+    assert 0 < less["max_context_tokens"] < most
+
+
+def test_flags_to_paste(plans: dict[str, str]) -> None:
+    result = probe(plans, "-m", "llama-3.1-8b", "--profile", "l4", "--set", "window=16", "--args")
+    flags = shlex.split(result.out)
+    assert flags[:2] == ["--model", "llama-3.1-8b"] and result.out.count("\n") == 1
+    for pair in (["--chunk-size", "2048"], ["--budget", "4096"], ["--dtype", "bfloat16"], ["--set", "window=16"]):
+        assert pair in [flags[index : index + 2] for index in range(len(flags))]
+    again = probe(plans, *flags, "--profile", "l4", "--json").document
+    first = probe(plans, "-m", "llama-3.1-8b", "--profile", "l4", "--set", "window=16", "--json").document
+    assert again["max_context_tokens"] == first["max_context_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--context", "many"), 2, "is no list of lengths"),
+        (("--context", ""), 2, "is no list of lengths"),
+        (("--context", "10,,20"), 2, "is no list of lengths"),
+        (("--context", "0"), 2, "--context 0 is impossible"),
+        (("--context", "99999999999999999999"), 2, "is no list of lengths"),
+        (("--profile", "abacus"), 2, "no profile"),
+        (("-m", "nothing-like-it"), 3, "there is no model"),
+        (("-m", "someone/unknown"), 3, "--offline forbids"),
+        (("-m", "llama-3.1-8b", "--profile", "rtx-4090", "--verify"), 2, "is not here"),
+        (("--device", "cuda:7"), 8, "cuda:7"),
+        (("--memory-limit", "1KiB"), 4, "exceeds"),
+        (("--budget", "3"), 2, "below the 32 tokens"),
+        (("--method", "tidekv-full", "--budget", "7"), 2, "means nothing"),
+    ],
+)
+def test_errors(plans: dict[str, str], arguments: tuple[str, ...], code: int, words: str) -> None:
+    given = arguments if "-m" in arguments else ("-m", "smollm2-135m", *arguments)
+    probe(plans, *given).assert_error(code, words)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama-3.2-1b", "llama-3.2-3b", "mistral-7b-v0.2", "qwen2.5-7b", "qwen3-8b", "phi-3.5-mini", "smollm2-1.7b"],
+)
+def test_every_alias_has_an_answer(plans: dict[str, str], name: str) -> None:
+    found = probe(plans, "-m", name, "--profile", "h200", "--context", "60000", "--json").document
+    assert found["rows"][0]["fits"] and found["max_context_tokens"] > 0
+
+
+def test_full_auto_and_other_methods(plans: dict[str, str]) -> None:
+    base = ("-m", "llama-3.1-8b", "--profile", "rtx-4090", "--context", "60000", "--json")
+    peaks = {
+        name: probe(plans, *base, *more).document["rows"][0]["peak_bytes"]
+        for name, more in {
+            "snapkv": (),
+            "full": ("--budget", "full"),
+            "all": ("--method", "tidekv-full"),
+            "auto": ("--budget", "auto"),
+            "oneshot": ("--method", "snapkv"),
+        }.items()
+    }
+    assert peaks["auto"] < peaks["snapkv"] < min(peaks["full"], peaks["oneshot"]) and peaks["all"] <= peaks["full"]
+
+
+@pytest.fixture
+def tiny_directory(tiny_model: Callable[..., Any], tmp_path: Path) -> str:
+    model = tiny_model(vocab_size=300, num_hidden_layers=3)
+    model.save_pretrained(tmp_path / "model")
+    byte_level_tokenizer().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_verify_really_runs_it(plans: dict[str, str], tiny_directory: str) -> None:
+    arguments = ("-m", tiny_directory, "--memory-limit", "769.5MiB", "--chunk-size", "64", "-n", "4")
+    result = probe(plans, *arguments, "--budget", "64", "--score-block", "64", "--verify", "--json")
+    assert result.code == 0, result.err
+    found = result.document
+    most = found["max_context_tokens"]
+    assert found["limited_by"] == "memory" and 100 < most < 4096
+    rows = {row["context_tokens"]: row for row in found["rows"]}
+    measured, above = rows[most], rows[most + 64]
+    assert measured["fits"] and not above["fits"]
+    assert above["measured_peak_bytes"] is None
+    live = measured["bytes"]
+    planned = measured["peak_bytes"] - live["reserve"]
+    assert measured["measured_peak_bytes"] == pytest.approx(planned, rel=0.01)
+    assert measured["measured_peak_bytes"] <= int(769.5 * (1 << 20)) - live["reserve"]
+
+
+def test_a_quarter_more_is_refused(plans: dict[str, str], tiny_directory: str, tmp_path: Path) -> None:
+    flags = ("--memory-limit", "769.5MiB", "--chunk-size", "64", "-n", "4", "--budget", "64", "--score-block", "64")
+    most = probe(plans, "-m", tiny_directory, *flags, "--json").document["max_context_tokens"]
+    document = tmp_path / "doc.txt"
+    document.write_text("x" * (most * 5 // 4), encoding="utf-8")
+    refused = run_cli("run", "-m", tiny_directory, "--raw", *flags, str(document), environ=plans)
+    refused.assert_error(4, "exceeds", "tokens fits")
+    document.write_text("x" * (most - 4), encoding="utf-8")
+    fits = run_cli("run", "-m", tiny_directory, "--raw", *flags, str(document), "--json", environ=plans)
+    assert fits.code == 0, fits.err
+    assert json.loads(fits.out)["prompt"]["tokens"] == most - 4

@@ -1,0 +1,163 @@
+"""Lines through two simulated lengths against simulating the length itself."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.planning import llama_8b, method, plan_settings
+from tidekv_cli.memory_model import MemoryModel
+from tidekv_cli.plan import PlanSettings
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "sliding_window": None,
+    },
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "head_dim": 64,
+        "use_sliding_window": False,
+    },
+    "gemma": {
+        "architectures": ["GemmaForCausalLM"],
+        "model_type": "gemma",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def drawn(draw: random.Random) -> PlanSettings:
+    """Settings that nothing but chance has chosen."""
+    name = draw.choice(sorted(SHAPES))
+    heads = SHAPES[name]["num_attention_heads"] * SHAPES[name]["head_dim"]
+    config = {
+        "vocab_size": draw.choice([1000, 32000]),
+        "hidden_size": draw.choice([heads, 2 * heads]),
+        "intermediate_size": draw.choice([512, 3000]),
+        "num_hidden_layers": draw.choice([3, 4, 26]),
+        "max_position_embeddings": 1 << 20,
+        "rms_norm_eps": 1e-6,
+        **SHAPES[name],
+    }
+    schedule, selector = draw.choice(["tide", "tide", "oneshot"]), draw.choice(["snapkv", "snapkv", "streaming", "all"])
+    kind = draw.choice(["cpu", "cuda"])
+    return plan_settings(
+        config,
+        method=method(schedule, selector),
+        dtype=draw.choice(["float32", "bfloat16"]),
+        attention=draw.choice(["sdpa", "sdpa", "eager"]),
+        chunk_size=draw.choice([64, 256, 1000, 2048]),
+        score_block=draw.choice([64, 500, 2048]),
+        budget_tokens=None if selector == "all" else draw.choice([64, 1000, 4096]),
+        max_new_tokens=draw.choice([1, 256]),
+        device_kind=kind,
+        record_kept=draw.random() < 0.3,
+    )
+
+
+def check(settings: PlanSettings, length: int) -> None:
+    """Never below the simulation, and at most 1 % of the transient part above it."""
+    model = MemoryModel(settings, None)
+    predicted, simulated = model.peak(length), model.simulated(length)
+    above = sum(predicted.values()) - sum(simulated.values())
+    transient = sum(simulated.values()) - simulated["cache"]
+    assert 0 <= above <= transient / 100, (settings, length, predicted, simulated)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lines_agree_with_simulation(seed: int) -> None:
+    draw = random.Random(seed)
+    check(drawn(draw), draw.randrange(1, 60_000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 300))
+def test_lines_agree_with_simulation_everywhere(seed: int) -> None:
+    draw = random.Random(seed)
+    settings = drawn(draw)
+    start, step = MemoryModel(settings, None).lines
+    longest = 6000 if settings.attention == "eager" else 150_000
+    check(settings, draw.choice([draw.randrange(1, start), start + draw.randrange(longest), start + 3 * step + 1]))
+
+
+def test_real_shapes_at_known_lengths() -> None:
+    for length in (32768, 50_001, 131072):
+        check(plan_settings(llama_8b()), length)
+
+
+def test_peaks_never_fall_with_the_length() -> None:
+    model = MemoryModel(plan_settings(llama_8b()), None)
+    start, _ = model.lines
+    lengths = sorted({start, start + 1, *range(start, 200_000, 7919)})
+    peaks = [sum(model.peak(length).values()) for length in lengths]
+    assert all(one <= two for one, two in pairwise(peaks))
+
+
+def test_figures_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = plan_settings(llama_8b())
+    first = MemoryModel(settings, tmp_path).peak(50_000)
+    (file,) = tmp_path.iterdir()
+    assert len(json.loads(file.read_text(encoding="utf-8"))) == 2
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("simulated again")
+
+    monkeypatch.setattr("tidekv_cli.simulate.simulate", never)
+    again = MemoryModel(settings, tmp_path)
+    assert again.peak(50_000) == first
+    assert again.peak(90_000) != first
+    with pytest.raises(AssertionError, match="again"):
+        MemoryModel(plan_settings(llama_8b(), max_new_tokens=1), tmp_path).peak(50_000)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"x": []}',
+        "\x00",
+        '{"START": 3}',
+        '{"START": [3]}',
+        '{"START": [{"cache": "a"}]}',
+        '{"START": []}',
+    ],
+)
+def test_a_damaged_file_is_as_good_as_none(tmp_path: Path, content: str) -> None:
+    settings = plan_settings(llama_8b())
+    expected = MemoryModel(settings, tmp_path).peak(50_000)
+    (file,) = tmp_path.iterdir()
+    start, _ = MemoryModel(settings, None).lines
+    file.write_text(content.replace("START", str(start)), encoding="utf-8")
+    assert MemoryModel(settings, tmp_path).peak(50_000) == expected
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("", encoding="utf-8")
+    assert MemoryModel(plan_settings(llama_8b()), blocked / "plans").peak(40_000)["bridge"] > 0

@@ -1,0 +1,343 @@
+"""Shapes by name, for planning: exact, from as little as possible, and never from weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants, errors
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.builders import tiny_causal_model, write_hugging_face, write_llama_gguf
+from tests.cli_runner import run_cli
+from tidekv_cli import catalog
+from tidekv_cli.catalog import ALIASES, HUB_ALIASES, shape_of
+from tidekv_cli.errors import ModelError
+from tidekv_cli.model_shape import model_shape
+from tidekv_cli.model_spec import inspect_model, plannable_config, spec_from_config
+
+PARAMETERS = {
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.2": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+    "smollm2-135m": 134_515_008,
+    "smollm2-1.7b": 1_711_376_384,
+    "phi-3.5-mini": 3_821_079_552,
+}
+# Layers, query heads, KV heads, head size, window.
+SHAPES = {
+    "llama-3.1-8b": (32, 32, 8, 128, 131072),
+    "llama-3.2-1b": (16, 32, 8, 64, 131072),
+    "llama-3.2-3b": (28, 24, 8, 128, 131072),
+    "mistral-7b-v0.2": (32, 32, 8, 128, 32768),
+    "qwen2.5-7b": (28, 28, 4, 128, 32768),
+    "qwen3-8b": (36, 32, 8, 128, 40960),
+    "smollm2-135m": (30, 9, 3, 64, 8192),
+    "smollm2-1.7b": (24, 32, 32, 64, 8192),
+    "phi-3.5-mini": (32, 32, 32, 96, 131072),
+}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test here may reach the hub, nor see what is in the user's cache."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture
+def no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks for a model on disk, or for the network, fails."""
+
+    def forbidden(*arguments: object, **named: object) -> None:
+        raise AssertionError("more than the shipped shape was asked")
+
+    for name in ("resolve_model", "hub_config_directory", "inspect_model"):
+        monkeypatch.setattr(f"tidekv_cli.model_shape.{name}", forbidden)
+
+
+def silent(text: str) -> None:
+    pass
+
+
+def snapshot(tmp_path: Path, name: str = "some-org/some-model", **files: str) -> Path:
+    """A snapshot of the hub's cache that holds `files`, a dot in a name written `__`."""
+    repository = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+    directory = repository / "snapshots" / COMMIT
+    directory.mkdir(parents=True)
+    for key, content in files.items():
+        (directory / key.replace("__", ".")).write_text(content, encoding="utf-8")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    return directory
+
+
+# The shapes that are shipped
+
+
+def test_every_alias_ships_its_shape() -> None:
+    assert {*ALIASES, *HUB_ALIASES} == set(PARAMETERS) == set(SHAPES)
+    shipped = {path.stem for path in (Path(catalog.__file__).parent / "shapes").glob("*.json")}
+    assert shipped == set(PARAMETERS)
+    assert shape_of("no-such") is None and shape_of("../shapes/qwen3-8b") is None and shape_of("") is None
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.usefixtures("no_disk")
+def test_a_shipped_shape_is_exact(name: str) -> None:
+    spec, config = model_shape(name, {}, True, silent)
+    assert spec.parameters == PARAMETERS[name]
+    assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim, spec.context_window) == SHAPES[name]
+    shape = shape_of(name)
+    assert shape is not None and spec == spec_from_config(shape, name, runnable=False)
+    assert spec_from_config(config, name, runnable=False) == spec
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_model_of_a_shape_has_these_weights(name: str) -> None:
+    _, config = model_shape(name, {}, True, silent)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert sum(weight.numel() for weight in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", sorted({*PARAMETERS} - {"phi-3.5-mini"}))
+def test_what_can_be_run_is_planned_as_it_is(name: str) -> None:
+    shape = shape_of(name)
+    assert shape is not None
+    assert spec_from_config(shape, name).parameters == PARAMETERS[name]
+    planned = plannable_config(shape)
+    assert {key for key in shape if shape[key] != planned[key]} <= {"sliding_window"}
+
+
+def test_the_default_models_shape_is_that_of_its_file(embedded_path: Path) -> None:
+    files = inspect_model(embedded_path)
+    spec, config = model_shape("smollm2-135m", {}, True, silent)
+    assert spec == files.spec
+    assert config["rope_theta"] == files.config["rope_parameters"]["rope_theta"]
+    for key in ("rms_norm_eps", "max_position_embeddings"):
+        assert config[key] == pytest.approx(files.config[key], rel=1e-6)
+
+
+# What can be planned, and not run
+
+
+def test_phi_is_planned_and_refused_to_run() -> None:
+    shape = shape_of("phi-3.5-mini")
+    assert shape is not None
+    with pytest.raises(ModelError, match="Phi3ForCausalLM, which is not supported"):
+        spec_from_config(shape, "phi")
+    _, config = model_shape("phi-3.5-mini", {}, True, silent)
+    assert "rope_scaling" not in config and config["sliding_window"] is None
+    assert shape["rope_scaling"] == {"type": "longrope"} and shape["sliding_window"] == 262144  # left as it was
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sliding_window": 2048}, "window 2048"),
+        ({"sliding_window": 131071}, "window 131071"),
+        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor"),
+        ({"model_type": "llama"}, "model_type"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+    ],
+)
+def test_what_cannot_be_planned_either(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        spec_from_config({**(shape_of("phi-3.5-mini") or {}), **changes}, "phi", runnable=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameters"),
+    [
+        ({}, 8_537_680_896),  # 7B
+        (
+            {
+                "hidden_size": 2048,
+                "intermediate_size": 16384,
+                "num_hidden_layers": 18,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 1,
+            },
+            2_506_172_416,  # 2B
+        ),
+    ],
+)
+def test_gemma_is_planned(changes: dict[str, Any], parameters: int) -> None:
+    config = {
+        "architectures": ["GemmaForCausalLM"],
+        "model_type": "gemma",
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        **changes,
+    }
+    spec = spec_from_config(config, "gemma", runnable=False)
+    assert spec.parameters == parameters and spec.head_dim == 256 and spec.tied_embeddings
+    with pytest.raises(ModelError, match="GemmaForCausalLM, which is not supported"):
+        spec_from_config(config, "gemma")
+    untied = spec_from_config({**config, "tie_word_embeddings": False}, "gemma", runnable=False)
+    assert untied.parameters == parameters + spec.vocab_size * spec.hidden_size
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su"])
+def test_rotations_that_change_no_size(kind: str) -> None:
+    llama = shape_of("llama-3.2-1b") or {}
+    for key in ("rope_scaling", "rope_parameters"):
+        config = {**llama, "rope_scaling": None, key: {"rope_type": kind, "factor": 2.0}}
+        with pytest.raises(ModelError, match=kind):
+            spec_from_config(config, "llama")
+        assert spec_from_config(config, "llama", runnable=False).parameters == PARAMETERS["llama-3.2-1b"]
+        assert key not in plannable_config(config)
+
+
+# Models that are no aliases
+
+
+def test_a_directory_and_a_file(tmp_path: Path) -> None:
+    model = tiny_causal_model(vocab_size=512)
+    count = sum(weight.numel() for weight in model.parameters())
+    directory = write_hugging_face(tmp_path / "model", model)
+    spec, config = model_shape(str(directory), {}, True, silent)
+    assert spec.parameters == count and config["num_hidden_layers"] == spec.layers
+    spec, config = model_shape(str(write_llama_gguf(tmp_path / "m.gguf", model)), {}, True, silent)
+    assert spec.parameters == count and config["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_directory_that_can_only_be_planned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape_of("phi-3.5-mini")), encoding="utf-8")
+    assert model_shape(str(tmp_path), {}, True, silent)[0].parameters == PARAMETERS["phi-3.5-mini"]
+    document = tmp_path / "tides.txt"
+    document.write_text("The tide turns twice a day.\n", encoding="utf-8")
+    run_cli("run", str(document), "-m", str(tmp_path)).assert_error(3, "Phi3ForCausalLM", "not supported")
+
+
+@pytest.mark.parametrize("name", ["no-such", "a/b/c", "/no/such/place", "x.gguf", ""])
+def test_names_that_mean_nothing(name: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        model_shape(name, {}, True, silent)
+    assert caught.value.hint
+
+
+def test_a_hub_model_on_disk_needs_no_network(tmp_path: Path) -> None:
+    snapshot(tmp_path, config__json=json.dumps(shape_of("qwen3-8b")))
+    for offline in (False, True):
+        notes: list[str] = []
+        spec, _ = model_shape("some-org/some-model", {}, offline, notes.append)
+        assert spec.parameters == PARAMETERS["qwen3-8b"] and not notes
+
+
+def test_an_absent_hub_model_offline() -> None:
+    with pytest.raises(ModelError, match="some-org/some-model is not on disk and --offline forbids"):
+        model_shape("some-org/some-model", {}, True, silent)
+
+
+def answering(path: Path, error: BaseException | None = None) -> tuple[Callable[..., str], list[tuple[str, ...]]]:
+    """An `hf_hub_download` that finds nothing on disk, and on the network `path` or `error`."""
+    asked: list[tuple[str, ...]] = []
+
+    def hf_hub_download(*arguments: str, local_files_only: bool = False) -> str:
+        if local_files_only:
+            raise errors.LocalEntryNotFoundError("absent")
+        asked.append(arguments)
+        if error is not None:
+            raise error
+        return str(path)
+
+    return hf_hub_download, asked
+
+
+def test_only_the_config_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape_of("qwen2.5-7b")), encoding="utf-8")
+    download, asked = answering(tmp_path / "config.json")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    notes: list[str] = []
+    spec, _ = model_shape("some-org/some-model", {}, False, notes.append)
+    assert spec.parameters == PARAMETERS["qwen2.5-7b"]
+    assert asked == [("some-org/some-model", "config.json")] and "some-org/some-model" in notes[0]
+
+
+def bare(kind: type[BaseException]) -> BaseException:
+    return kind.__new__(kind)  # the hub's errors want a response, which nothing here reads
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (bare(errors.GatedRepoError), "gated"),
+        (bare(errors.RepositoryNotFoundError), "the hub has no model"),
+        (bare(errors.EntryNotFoundError), "has no config.json"),
+        (errors.LocalEntryNotFoundError("no network"), "cannot be reached"),
+        (ConnectionError("reset by peer"), "reset by peer"),
+    ],
+)
+def test_the_hub_fails(monkeypatch: pytest.MonkeyPatch, error: BaseException, words: str) -> None:
+    download, _ = answering(Path(), error)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(ModelError, match=words) as caught:
+        model_shape("some-org/some-model", {}, False, silent)
+    assert "some-org/some-model" in caught.value.message and caught.value.hint
+
+
+def test_a_hub_alias_without_a_shape_asks_for_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidekv_cli.model_shape.shape_of", lambda name: None)
+    (tmp_path / "config.json").write_text(json.dumps(shape_of("qwen3-8b")), encoding="utf-8")
+    download, asked = answering(tmp_path / "config.json")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert model_shape("qwen3-8b", {}, False, silent)[0].parameters == PARAMETERS["qwen3-8b"]
+    assert asked == [("Qwen/Qwen3-8B", "config.json")]
+
+
+# Hub aliases at the command line
+
+
+def complete(tmp_path: Path) -> Path:
+    return snapshot(tmp_path, "Qwen/Qwen3-8B", config__json="{}", tokenizer__json="{}", model__safetensors="")
+
+
+def test_models_list_says_what_is_on_disk(tmp_path: Path) -> None:
+    rows = {line.split()[0]: line for line in run_cli("models", "list").out.splitlines()}
+    for alias in HUB_ALIASES.values():
+        assert alias.repository in rows[alias.name] and rows[alias.name].endswith("not fetched")
+    directory = complete(tmp_path)
+    rows = {line.split()[0]: line for line in run_cli("models", "list").out.splitlines()}
+    assert rows["qwen3-8b"].endswith(str(directory)) and rows["qwen2.5-7b"].endswith("not fetched")
+    (directory / "model.safetensors").unlink()
+    rows = {line.split()[0]: line for line in run_cli("models", "list").out.splitlines()}
+    assert rows["qwen3-8b"].endswith("not fetched")
+    shutil.rmtree(tmp_path / "hub")
+    (tmp_path / "hub").write_text("no directory")
+    assert run_cli("models", "list").code == 0
+
+
+def test_models_path_and_pull_of_a_hub_alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_cli("models", "path", "qwen3-8b").assert_error(3, "Qwen/Qwen3-8B is not on disk")
+    directory = complete(tmp_path)
+    assert run_cli("models", "path", "qwen3-8b").out == f"{directory}\n"
+    assert run_cli("models", "pull", "qwen3-8b").out == f"{directory}\n"
+    calls: list[dict[str, Any]] = []
+
+    def snapshot_download(name: str, **named: Any) -> str:
+        calls.append({"name": name, **named})
+        return str(directory)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    result = run_cli("models", "pull", "qwen3-8b", "--again")
+    assert result.out == f"{directory}\n" and "fetching Qwen/Qwen3-8B" in result.err
+    assert calls[0]["name"] == "Qwen/Qwen3-8B" and calls[0]["force_download"]
+    run_cli("models", "pull", "no-such").assert_error(3, "no-such", "qwen3-8b", "smollm2-135m")

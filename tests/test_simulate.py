@@ -1,0 +1,133 @@
+"""Simulation: the figures of the known shapes, the paper's own arithmetic, and what a real run takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.planning import GIB, llama_8b, method, plan_settings
+from tests.references import storage_bytes
+from tidekv_cli.assembly import engine_settings
+from tidekv_cli.engine.attention import choose_attention
+from tidekv_cli.engine.session import Session
+from tidekv_cli.memory_model import MemoryModel
+from tidekv_cli.plan import Planner, PlanSettings
+from tidekv_cli.simulate import simulate
+
+WEIGHTS = 14.958  # GiB
+
+
+def peak_gib(settings: PlanSettings, length: int) -> float:
+    return Planner(replace(settings, free_bytes=None), exact=True).plan(length).bytes.peak / GIB
+
+
+@pytest.mark.parametrize(("length", "known"), [(32768, 19.10), (65536, 22.75), (131072, 30.04)])
+def test_oneshot_snapkv_takes_what_is_known(length: int, known: float) -> None:
+    assert peak_gib(plan_settings(method=method("oneshot")), length) == pytest.approx(known, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk", "most"),
+    [(32768, 2048, 16.04), (65536, 2048, 16.42), (131072, 2048, 17.17), (65536, 512, 16.26)],
+)
+def test_tide_stays_below_the_prototype(length: int, chunk: int, most: float) -> None:
+    assert WEIGHTS < peak_gib(plan_settings(chunk_size=chunk), length) <= most
+
+
+def test_items_of_llama_8b_are_the_known_figures() -> None:
+    plan = Planner(plan_settings(), exact=True).plan(65536)
+    planned = plan.bytes
+    assert plan.cache_bytes == GIB // 2 + 32 * 4096  # and room for one new token
+    assert planned.weights / GIB == pytest.approx(WEIGHTS, abs=0.001)
+    assert planned.bridge == GIB // 2
+    assert planned.active_kv == GIB // 4
+    assert planned.cache == 30 * (GIB // 64 + 4096)  # the peak is in the last layer but one, before it is evicted
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(32768, 2048), (65536, 512), (131072, 2048)])
+def test_the_papers_equations(length: int, chunk: int) -> None:
+    """Peak = caches + bridge + active KV + one chunk's MLP, in the tide; with the whole prompt as the chunk, SnapKV."""
+    config = llama_8b()
+    hidden, wide, layers, kv, item = config["hidden_size"], config["intermediate_size"], 32, 8 * 128, 2
+    row = 2 * kv * item
+    cache, bridge, active = (layers - 1) * 4096 * row, length * hidden * item, length * row
+    activations = item * (3 * hidden + 3 * wide)  # embedding, residual and its norm; gate, up and their product
+    tide = cache + bridge + active + chunk * activations
+    whole = cache + 4096 * row + bridge + length * activations
+    settings = plan_settings(chunk_size=chunk)
+    assert transient(settings, length) == pytest.approx(tide, rel=0.03)
+    assert transient(plan_settings(method=method("oneshot")), length) == pytest.approx(whole, rel=0.03)
+
+
+def transient(settings: PlanSettings, length: int) -> int:
+    return sum(MemoryModel(settings, None).simulated(length).values())
+
+
+CASES = [
+    # schedule, dtype, attention, length, chunk, block, budget
+    ("tide", "float32", "sdpa", 700, 64, 64, 80),
+    ("tide", "bfloat16", "sdpa", 700, 256, 512, 200),
+    ("tide", "float32", "eager", 300, 64, 128, 100),
+    ("tide", "float32", "sdpa", 90, 512, 2048, 40),
+    ("tide", "float32", "sdpa", 700, 128, 256, None),
+    ("oneshot", "float32", "sdpa", 700, 64, 64, 80),
+    ("oneshot", "bfloat16", "eager", 250, 64, 128, 100),
+]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(("schedule", "dtype", "attention", "length", "chunk", "block", "budget"), CASES)
+def test_a_real_run_takes_what_is_simulated(
+    tiny_model: Callable[..., Any],
+    schedule: str,
+    dtype: str,
+    attention: str,
+    length: int,
+    chunk: int,
+    block: int,
+    budget: int | None,
+    kept: bool,
+) -> None:
+    model = tiny_model(num_hidden_layers=6).to(getattr(torch, dtype))
+    settings = plan_settings(
+        model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]},
+        method=method(schedule),
+        dtype=dtype,
+        attention=attention,
+        chunk_size=chunk,
+        score_block=block,
+        budget_tokens=budget,
+        max_new_tokens=5,
+        device_kind="cpu",
+        record_kept=kept,
+    )
+    ids = torch.randint(0, 128, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    engine = engine_settings(settings, length, choose_attention(attention, torch.device("cpu")))
+    prompt, live_peak = Session(model, frozenset()).prefill(ids, engine)
+    prefill = simulate(settings, length)[:-1]  # the last phase is decoding
+    simulated = max(sum(phase.values()) for phase in prefill)
+    measured = live_peak - storage_bytes(model.parameters())
+    assert measured == pytest.approx(simulated, abs=storage_bytes(model.buffers()) + 512)
+    cached = sum(store.nbytes for store in prompt.cache) + storage_bytes(prompt.kept)
+    assert simulate(settings, length)[-1]["cache"] == cached
+
+
+@pytest.mark.parametrize("schedule", ["tide", "oneshot"])
+@pytest.mark.parametrize("layers", [3, 4, 9])
+def test_what_is_left_out_changes_nothing(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, schedule: str, layers: int
+) -> None:
+    """Equal to the byte to a simulation of every layer and every chunk."""
+    config = tiny_model().config.to_dict() | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers}
+    settings = plan_settings(config, method=method(schedule), budget_tokens=100, chunk_size=64, score_block=128)
+    few = simulate(settings, 700)
+    monkeypatch.setattr("tidekv_cli.simulate._LAYERS", layers)
+    monkeypatch.setattr("tidekv_cli.simulate._unlike", lambda chunks, tail: list(chunks))
+    whole = simulate(settings, 700)
+    assert len(whole) == 2 * layers + 2
+    assert max(sum(phase.values()) for phase in few) == max(sum(phase.values()) for phase in whole)
+    assert few[:2] == whole[:2] and few[-4:] == whole[-4:]

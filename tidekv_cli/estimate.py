@@ -1,0 +1,48 @@
+"""Time estimates from a device's bandwidth and arithmetic rate: what it takes at best (roofline). Measures nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tidekv_cli.units import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from tidekv_cli.plan import PlanSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device moves and computes at most; None where it is not known."""
+
+    bandwidth_gb_s: float | None = None
+    tflops: float | None = None
+
+
+NO_RATES = Rates()
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Time to the first token in seconds and tokens per second after it; None where the rates are not known."""
+
+    ttft_s: float | None
+    decode_tokens_per_s: float | None
+
+
+def estimate(settings: PlanSettings, length: int) -> Estimate:
+    """The least time that a prompt of `length` tokens can take at the rates in `settings`."""
+    rates = settings.rates
+    if rates.bandwidth_gb_s is None or rates.tflops is None:
+        return Estimate(None, None)
+    spec, item = settings.spec, ITEM_BYTES[settings.dtype]
+    bandwidth, rate = rates.bandwidth_gb_s * 1e9, rates.tflops * 1e12
+    embedding = spec.vocab_size * spec.hidden_size
+    in_layers = spec.parameters - embedding * (1 if spec.tied_embeddings else 2)
+    # Two operations a weight and token; queries times keys and weights times values over half of the S x S square.
+    operations = 2 * in_layers * length + 2 * spec.layers * spec.heads * spec.head_dim * length**2
+    passes = 1 if settings.method.schedule == "oneshot" else -(-length // settings.chunk_size)
+    ttft = max(operations / rate, passes * in_layers * item / bandwidth)
+    kept = min(length if settings.budget_tokens is None else settings.budget_tokens, length)
+    cache = 2 * spec.layers * spec.kv_heads * spec.head_dim * kept * item
+    return Estimate(ttft, bandwidth / ((in_layers + embedding) * item + cache))

@@ -1,0 +1,151 @@
+"""Bytes by item and phase at any prompt length: a few lengths simulated, kept on disk, and straight lines through them.
+
+At fixed settings each phase's peak is affine in the length S once S is past the budget, the blocks that wait for the
+top-k, and three chunks. Below that, and with eager attention, the length itself is simulated, which needs torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tidekv_cli.plan import PlanSettings
+
+_FORMAT = 1
+_CUDA_GRANULARITY = 512  # torch's CUDA allocator rounds each block up to it
+_ALIGNED = 256  # so many tokens fill whole blocks of an allocator, so lines have no rounding in them
+_FAR = 1 << 16
+_GROWING_STORAGES = 16
+_ITEMS = ("workspace", "weights", "cache", "bridge", "active_kv", "scoring")  # as the engine's ledger calls them
+Phases = list[dict[str, int]]
+
+
+class MemoryModel:
+    """Live bytes, weights left out, of one set of settings; each phase's items are those at its own peak."""
+
+    def __init__(self, settings: PlanSettings, directory: Path | None) -> None:
+        """`directory` keeps what was simulated; None keeps it for this object only."""
+        self._settings = settings
+        self._file = None if directory is None else directory / f"{_key(settings)}.json"
+        self._samples: dict[int, Phases] = {} if self._file is None else _read(self._file)
+
+    def peak(self, length: int) -> dict[str, int]:
+        """Bytes by item at the highest moment of a prompt of `length` tokens, from the lines."""
+        items = _highest(self.phases(length))
+        if self._granularity > 1 and self._on_lines(length):  # what grows with the length may round up by a block
+            whole_cache = 2 * self._settings.spec.layers if self._settings.budget_tokens is None else 0
+            items["workspace"] += self._granularity * (whole_cache + _GROWING_STORAGES)
+        return items
+
+    def simulated(self, length: int) -> dict[str, int]:
+        """The same, simulated at this very length."""
+        return _highest(self._sampled(length))
+
+    def phases(self, length: int) -> Phases:
+        """Bytes by item at the peak of each of `simulate`'s phases."""
+        if not self._on_lines(length):
+            return self._sampled(length)
+        start, step = self.lines
+        # All of a whole prompt's activations grow with it, and another moment may be the highest further on.
+        lines = [self._line(at, step, length) for at in ((start, _FAR) if self._whole else (start,))]
+        return [_highest(phase) for phase in zip(*lines, strict=True)]
+
+    def _line(self, start: int, step: int, length: int) -> Phases:
+        """Each phase's items at `length`, on the line through `start` and the next step, rounded up."""
+        pairs = zip(self._sampled(start), self._sampled(start + step), strict=True)
+        return [{item: a[item] - (a[item] - b[item]) * (length - start) // step for item in a} for a, b in pairs]
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """Where the lines begin, and how far apart the two lengths are that they go through."""
+        settings = self._settings
+        chunk = _ALIGNED if self._whole else settings.chunk_size
+        # The top-k holds two blocks beside its best, and its positions when a whole block comes after the first choice.
+        waiting = 4 * settings.score_block if settings.window else 0
+        start = (settings.budget_tokens or 0) + waiting + settings.window + 3 * chunk
+        return -(-start // _ALIGNED) * _ALIGNED, math.lcm(chunk, _ALIGNED)
+
+    @property
+    def _whole(self) -> bool:
+        return self._settings.method.schedule == "oneshot"
+
+    def _on_lines(self, length: int) -> bool:
+        """A matrix of logits grows with the keys of each chunk, and bends the lines: there each length is simulated."""
+        return self._settings.attention != "eager" and length > self.lines[0]
+
+    @property
+    def _granularity(self) -> int:
+        return 1 if self._settings.device_kind == "cpu" else _CUDA_GRANULARITY
+
+    def _sampled(self, length: int) -> Phases:
+        if length not in self._samples:
+            from tidekv_cli.simulate import simulate
+
+            self._samples[length] = simulate(self._settings, length, self._granularity)
+            if self._file is not None:
+                _write(self._file, self._samples)
+        return self._samples[length]
+
+
+def _highest(phases: Sequence[dict[str, int]]) -> dict[str, int]:
+    totals = [sum(items.values()) for items in phases]
+    return dict(phases[totals.index(max(totals))])
+
+
+def _key(settings: PlanSettings) -> str:
+    """Of everything that changes a simulated figure."""
+    values: dict[str, Any] = {
+        "format": _FORMAT,
+        "versions": [version(name) for name in ("torch", "transformers")],
+        "engine": _engine_digest(),
+        "config": dict(settings.config),
+        "method": [settings.method.schedule, settings.method.selector, settings.method.budget_policy],
+        "store": settings.method.kv_store,
+        "selector": dict(settings.selector_settings),
+        "sizes": [settings.chunk_size, settings.score_block, settings.budget_tokens, settings.max_new_tokens],
+        "how": [settings.dtype, settings.attention, settings.device_kind, settings.record_kept],
+    }
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+@cache
+def _engine_digest() -> str:
+    """Of the sources that a simulation runs: another engine takes other bytes."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([*(package / "engine").rglob("*.py"), package / "simulate.py", package / "assembly.py"]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(file: Path) -> dict[int, Phases]:
+    """What an earlier process simulated; a damaged file is as good as none."""
+    try:
+        samples = {int(length): phases for length, phases in json.loads(file.read_text(encoding="utf-8")).items()}
+        whole = all(phases and all(_is_phase(phase) for phase in phases) for phases in samples.values())
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+    return samples if whole else {}
+
+
+def _is_phase(phase: Any) -> bool:
+    return set(phase) == set(_ITEMS) and all(type(phase[item]) is int for item in _ITEMS)
+
+
+def _write(file: Path, samples: dict[int, Phases]) -> None:
+    """In one step; where there is no place to write, the next process simulates again."""
+    scratch = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(samples), encoding="utf-8")
+        os.replace(scratch, file)
+    except OSError:
+        return

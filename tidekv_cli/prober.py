@@ -1,0 +1,140 @@
+"""`tidekv probe-capacity` from request to answer: shapes, plan, rows, real runs. Loads no weights itself."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tidekv_cli.capacity import Capacity, probe
+from tidekv_cli.catalog import DEFAULT_MODEL
+from tidekv_cli.environment import Environment
+from tidekv_cli.errors import UsageError
+from tidekv_cli.model_shape import model_shape
+from tidekv_cli.outcome import SCHEMA, device_document, plan_document
+from tidekv_cli.plan import Planner, PlanSettings
+from tidekv_cli.report import Reporter
+from tidekv_cli.request import RunRequest, first_given
+from tidekv_cli.settings import load_settings
+from tidekv_cli.setup import Setup, set_up
+from tidekv_cli.verify import measure
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRequest:
+    """The flags that `probe-capacity` has beside those of `run`."""
+
+    contexts: Sequence[int] = ()
+    simulate: bool = False
+    verify: bool = False
+    arguments: bool = False
+
+
+class Prober:
+    """One probe."""
+
+    def __init__(self, request: RunRequest, wanted: ProbeRequest, environment: Environment) -> None:
+        self._request, self._wanted, self._environment = request, wanted, environment
+        self._reporter = Reporter(environment, request.quiet, request.verbose)
+
+    def run(self) -> None:
+        """Answer on stdout. Raises `DoesNotFitError` where no context fits, before any weight is loaded."""
+        request, wanted, environ = self._request, self._wanted, self._environment.environ
+        if any(context < 1 for context in wanted.contexts):
+            raise UsageError(f"--context {min(wanted.contexts)} is impossible", "give numbers of tokens, at least 1")
+        config = load_settings(environ)
+        setup = set_up(request, config, environ, compute=False)
+        name = first_given(request.model, config.get("model"), DEFAULT_MODEL)
+        spec, shape = model_shape(name, environ, request.offline, self._reporter.note)
+        fitter = setup.fitter()
+        settings = fitter.starting_point(setup.plan_settings(spec, shape))
+        planner = Planner(settings, setup.plans, exact=wanted.simulate)
+        capacity = probe(planner, wanted.contexts)
+        if not capacity.plan.fits:
+            raise fitter.refusal(fitter.plan(settings, 1))
+        if wanted.verify:
+            capacity = self._verified(capacity, planner, setup)
+        if wanted.arguments:
+            self._environment.write(shlex.join(_flags(name, settings, request)) + "\n")
+        elif request.json:
+            self._environment.write(json.dumps(_document(capacity, setup), ensure_ascii=False) + "\n")
+        else:
+            gains = fitter.gains(capacity.plan) if capacity.limited_by == "memory" else {}
+            self._reporter.capacity(name, setup.device, setup.profile.name, capacity, gains)
+
+    def _verified(self, capacity: Capacity, planner: Planner, setup: Setup) -> Capacity:
+        """The largest context, and one chunk more, really run."""
+        settings, most = planner.settings, capacity.plan.max_context_tokens
+        if setup.elsewhere:
+            raise UsageError(
+                f"--verify needs the device itself, and {setup.profile.name} is not here", "leave out --profile"
+            )
+        if most is None:
+            raise UsageError("--verify needs a largest context, and free memory is unknown", "give --memory-limit")
+        contexts = (most, most + settings.chunk_size)
+        rows = []
+        for row in probe(planner, contexts).rows:
+            self._reporter.note(f"running {row.context_tokens} tokens")
+            prompt_tokens = row.context_tokens - settings.max_new_tokens
+            measured = measure(self._pinned(settings), prompt_tokens, self._environment.environ)
+            if measured.failure is not None:
+                self._reporter.note(f"{row.context_tokens} tokens: {measured.failure}")
+            rows.append(replace(row, measured_peak_bytes=measured.live_peak_bytes))
+        others = [row for row in capacity.rows if row.context_tokens not in contexts]
+        return replace(capacity, rows=tuple(sorted([*others, *rows], key=lambda row: row.context_tokens)))
+
+    def _pinned(self, settings: PlanSettings) -> RunRequest:
+        """The request with everything named that the plan chose."""
+        budget = "full" if settings.budget_tokens is None else str(settings.budget_tokens)
+        return replace(
+            self._request,
+            chunk_size=settings.chunk_size,
+            score_block=settings.score_block,
+            budget=budget if settings.method.selector != "all" else None,
+            dtype=settings.dtype,
+            attention=settings.attention,
+            max_new_tokens=settings.max_new_tokens,
+        )
+
+
+def _flags(model: str, settings: PlanSettings, request: RunRequest) -> list[str]:
+    """For `tidekv run`: what was planned with."""
+    method = settings.method
+    flags = ["--model", model, "--schedule", method.schedule, "--selector", method.selector]
+    flags += ["--budget-policy", method.budget_policy, "--kv-store", method.kv_store]
+    if method.selector != "all":
+        flags += ["--budget", "full" if settings.budget_tokens is None else str(settings.budget_tokens)]
+    flags += ["--chunk-size", str(settings.chunk_size), "--score-block", str(settings.score_block)]
+    flags += ["--attention", settings.attention, "--dtype", settings.dtype]
+    flags += ["--max-new-tokens", str(settings.max_new_tokens)]
+    for key, value in request.parameters.items():
+        flags += ["--set", f"{key}={value}"]
+    if request.memory_limit is not None:
+        flags += ["--memory-limit", request.memory_limit]
+    return flags
+
+
+def _document(capacity: Capacity, setup: Setup) -> dict[str, Any]:
+    plan = capacity.plan
+    return {
+        "schema": SCHEMA,
+        "device": device_document(setup.device, setup.profile.name),
+        "plan": plan_document(plan),
+        "max_context_tokens": plan.max_context_tokens,
+        "memory_context_tokens": plan.memory_context_tokens,
+        "limited_by": capacity.limited_by,
+        "rows": [
+            {
+                "context_tokens": row.context_tokens,
+                "fits": row.fits,
+                "within_window": row.within_window,
+                "peak_bytes": row.bytes.peak,
+                "headroom_bytes": row.headroom_bytes,
+                "bytes": asdict(row.bytes),
+                "measured_peak_bytes": row.measured_peak_bytes,
+            }
+            for row in capacity.rows
+        ],
+    }

@@ -1,0 +1,111 @@
+"""Where and how a request is carried out: device, profile, settled choice. Knows no document and no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tidekv_cli import machine
+from tidekv_cli.device import Device, detect_device
+from tidekv_cli.errors import DeviceError
+from tidekv_cli.estimate import Rates
+from tidekv_cli.fitting import Fitter
+from tidekv_cli.model_spec import ModelSpec
+from tidekv_cli.plan import PlanSettings
+from tidekv_cli.profile import Profile, find_profile, list_profiles, match_profile
+from tidekv_cli.request import EngineChoice, RunRequest, check_budget, choose_settings, first_given
+from tidekv_cli.sources import cache_directory
+from tidekv_cli.units import parse_bytes
+
+_COMPUTES = ("cpu",)  # kinds of device that this version computes on
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a request comes to; `limit_bytes` is what the user wants to be all there is.
+
+    `elsewhere` if the device is not here; `plans` is where simulated figures are kept.
+    """
+
+    device: Device
+    profile: Profile
+    choice: EngineChoice
+    limit_bytes: int | None
+    elsewhere: bool
+    plans: Path
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What may be used: free memory, or the limit if that is less; None where neither is known."""
+        known = [amount for amount in (self.device.free_bytes, self.limit_bytes) if amount is not None]
+        return min(known, default=None)
+
+    @property
+    def ceiling_bytes(self) -> int | None:
+        """What live tensors may take at most where the user set a limit: the limit less what they do not show."""
+        return None if self.limit_bytes is None else self.limit_bytes - sum(self.reserve_items.values())
+
+    @property
+    def reserve_items(self) -> dict[str, int]:
+        """The profile's, in bytes; what the system keeps is not free any more on a device that is here."""
+        return {name: size for name, size in self.profile.reserve.items() if self.elsewhere or name != "system"}
+
+    def plan_settings(self, spec: ModelSpec, config: Mapping[str, Any], record_kept: bool = False) -> PlanSettings:
+        """As chosen, before anything is lowered to make it fit."""
+        choice = self.choice
+        return PlanSettings(
+            spec=spec,
+            method=choice.method,
+            dtype=choice.dtype,
+            chunk_size=choice.chunk_size,
+            score_block=choice.score_block,
+            budget_tokens=choice.budget if isinstance(choice.budget, int) else None,
+            selector_settings=choice.selector_settings,
+            max_new_tokens=choice.max_new_tokens,
+            attention=choice.attention,
+            reserve_items=self.reserve_items,
+            free_bytes=self.free_bytes,
+            config=config,
+            device_kind=self.device.kind,
+            record_kept=record_kept,
+            rates=Rates(self.profile.bandwidth_gb_s, self.profile.tflops),
+        )
+
+    def fitter(self) -> Fitter:
+        """Plans under this choice. Raises `UsageError` for a budget below what the selector always keeps."""
+        selector = self.choice.selector.build(self.choice.selector_settings)
+        check_budget(self.choice, selector.mandatory_tokens)
+        return Fitter(self.choice, selector.mandatory_tokens, self.plans)
+
+
+def set_up(request: RunRequest, config: Mapping[str, Any], environ: Mapping[str, str], compute: bool = True) -> Setup:
+    """Settle everything that needs neither document nor model. Raises `UsageError` and `DeviceError`.
+
+    To `compute`, the device must be one that this version computes on; else only figures are wanted, and a profile
+    may stand for a device that is not here.
+    """
+    wanted = first_given(request.device, config.get("device"), "auto")
+    this = replace(machine.THIS_MACHINE, environ=environ)
+    here = detect_device(wanted, this)
+    if compute and here.kind not in _COMPUTES:
+        if wanted != "auto":
+            raise DeviceError(f"{here.name} cannot be used: this version computes on the CPU only", "use --device cpu")
+        here = detect_device("cpu", this)
+    matched = match_profile(here.name, here.kind, here.board, here.total_bytes, list_profiles(environ))
+    reference = first_given(request.profile, config.get("profile"), matched.name)
+    profile = matched if reference == matched.name else find_profile(reference, environ)
+    is_here = profile.kind == here.kind and profile.match.accepts(here.name, here.board, here.total_bytes)
+    elsewhere = not compute and profile.memory is not None and not is_here
+    device = _not_here(profile) if elsewhere else here
+    choice = choose_settings(request, config, profile, device.kind)
+    limit = None if request.memory_limit is None else parse_bytes(request.memory_limit, "--memory-limit")
+    return Setup(device, profile, choice, limit, elsewhere, cache_directory(environ) / "plans")
+
+
+def _not_here(profile: Profile) -> Device:
+    """The device that `profile` is for, with nothing else on it but what the reserve names."""
+    sources = dict.fromkeys(("total", "free"), f"profile {profile.name}")
+    unified = profile.kind == "jetson"
+    return Device(profile.description, profile.kind, profile.memory, profile.memory, unified, sources)

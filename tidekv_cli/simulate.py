@@ -1,0 +1,125 @@
+"""The real engine on fake tensors: exact live bytes by item for any prompt length, without memory, weights or a GPU.
+
+Layers of one kind are alike, so four stand for all: the first, two in the middle, the last. Each layer more in the
+middle raises what comes after it by what one layer leaves behind. So are chunks: of those in the middle none is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tidekv_cli.assembly import engine_settings, torch_dtype
+from tidekv_cli.engine import ledger
+from tidekv_cli.engine.adapter import ModelAdapter
+from tidekv_cli.engine.attention import Attention, choose_attention
+from tidekv_cli.engine.decode import next_logits
+from tidekv_cli.engine.meter import LiveMeter
+from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings
+from tidekv_cli.plan import PlanSettings
+
+_LAYERS = 4
+
+
+class FlashStandIn:
+    """Allocates what a flash kernel that returns its log-sum-exp does: the output and float32 LSE."""
+
+    name = "flash-attn"
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Attention.attend`."""
+        return torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+
+
+def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[dict[str, int]]:
+    """Live bytes by item at the peak of each phase of a prompt of `length` tokens, weights left out.
+
+    Phases are the chunks and the eviction of the first layer, of two in the middle and of the last, then the logits of
+    the prompt's last token, then the first decoding step. `granularity` is what the device's allocator rounds a block
+    up to, in bytes.
+    """
+    layers = settings.spec.layers
+    few = min(layers, _LAYERS)
+    with FakeTensorMode(), torch.device("cpu"), torch.no_grad():
+        model = _fake_model(settings, few)
+        ids = torch.zeros(1, length, dtype=torch.long)
+        meter = LiveMeter(granularity)
+        meter.watch([*model.parameters(), *model.buffers()])
+        meter.watch([ids], ledger.WORKSPACE)
+        engine = engine_settings(settings, length, _attention(settings))
+        adapter = ModelAdapter(model)
+        prefill = _PhasedPrefill(adapter, ids, engine, meter)
+        tail = prefill.last_chunks[-1][1] - max(settings.window, 1)
+        prefill.chunks, prefill.last_chunks = _unlike(prefill.chunks, tail), _unlike(prefill.last_chunks, tail)
+        with meter:
+            prompt = prefill.run()
+            phases = prefill.phases
+            del prefill  # and what it holds
+            meter.restart_peak()
+            next_logits(adapter, prompt, 0, length)
+            phases.append(meter.peak)
+    if layers > few:  # what one layer leaves behind, once for each layer that was left out
+        left = {item: phases[4][item] - phases[2][item] for item in ledger.ITEMS}
+        for phase in phases[4:]:
+            for item in ledger.ITEMS:
+                phase[item] += left[item] * (layers - few)
+    return [{**phase, ledger.WEIGHTS: 0} for phase in phases]
+
+
+class _PhasedPrefill(LayerMajorPrefill):
+    """Notes the peak of each phase: phase 2 l is the chunks of layer l, phase 2 l + 1 its eviction, the last logits."""
+
+    def __init__(self, adapter: ModelAdapter, ids: Tensor, settings: PrefillSettings, meter: LiveMeter) -> None:
+        super().__init__(adapter, ids, settings)
+        self.phases: list[dict[str, int]] = []
+        self._meter = meter
+        self._layers_done = 0
+
+    def take(self, phase: int) -> None:
+        """What came since the last call belongs to `phase`; keep the higher of it and what `phase` has so far."""
+        peak = dict(self._meter.peak)
+        self._meter.restart_peak()
+        if phase == len(self.phases):
+            self.phases.append(peak)
+        elif sum(peak.values()) > sum(self.phases[phase].values()):
+            self.phases[phase] = peak
+
+    def _chunk(self, layer: int, start: int, stop: int, last: bool) -> Tensor | None:
+        hidden = super()._chunk(layer, start, stop, last)
+        self.take(2 * layer)
+        return hidden
+
+    def _evict(self) -> None:
+        self.take(2 * self._layers_done)
+        super()._evict()
+        self.take(2 * self._layers_done + 1)
+        self._layers_done += 1
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = super()._logits(hidden)
+        self.take(2 * self._layers_done)
+        return logits
+
+
+def _attention(settings: PlanSettings) -> Attention:
+    if settings.device_kind == "cpu" or settings.attention == "eager":
+        return choose_attention(settings.attention, torch.device("cpu"))
+    return FlashStandIn()
+
+
+def _unlike(chunks: Sequence[tuple[int, int]], tail: int) -> list[tuple[int, int]]:
+    """The first chunk, the last two before `tail`, and all from there on: those left out allocate what these do."""
+    before = [chunk for chunk in chunks if chunk[1] <= tail]
+    return before[:1] + before[1:][-2:] + list(chunks[len(before) :])
+
+
+def _fake_model(settings: PlanSettings, layers: int) -> PreTrainedModel:
+    values = {**settings.config, "num_hidden_layers": layers, "attn_implementation": "eager"}
+    if values.get("layer_types"):
+        values["layer_types"] = list(values["layer_types"])[:layers]
+    config = AutoConfig.for_model(**values)
+    return AutoModelForCausalLM.from_config(config, dtype=torch_dtype(settings)).eval()
