@@ -100,7 +100,8 @@ def test_truncation_reports_what_was_dropped(tmp_path: Path, where: str, embedde
 
 
 def test_memory_limit_truncates_to_what_fits(document: str) -> None:
-    limit = ("--memory-limit", "1350MB", "--budget", "64", "-n", "8", "--dry-run", "--json")
+    limit = ("--memory-limit", "1085MB", "--budget", "64", "-n", "8", "--dry-run", "--json")
+    limit += ("--chunk-size", "64", "--score-block", "64")
     refused = run_cli("run", document, *limit)
     assert refused.document["error"]["code"] == 4
     cut = run_cli("run", document, *limit, "--truncate", "tail").document

@@ -66,6 +66,7 @@ def test_then_the_budget(plans: Path) -> None:
     assert [change.split(" ")[0] for change in plan.changes] == ["chunk_size", "score_block", "budget"]
 
 
+@pytest.mark.slow
 def test_what_the_user_named_stays(plans: Path) -> None:
     case = with_room_for(plans, chunk_size=512)
     assert not fitter(plans, case, 4096, "chunk_size", "budget").plan(case, LENGTH).fits
@@ -80,14 +81,16 @@ def test_nothing_is_lowered_below_its_floor(plans: Path) -> None:
     assert (plan.settings.chunk_size, plan.settings.budget_tokens) == (256, 256)
 
 
+@pytest.mark.slow
 def test_the_whole_prompt_has_no_chunk_to_lower(plans: Path) -> None:
-    case = plan_settings(llama_8b(), method=method("oneshot"), free_bytes=16 * GIB, budget_tokens=256, score_block=256)
-    plan = fitter(plans, case).plan(case, LENGTH)
+    case = plan_settings(llama_8b(), method=method("oneshot"), free_bytes=16 * GIB, budget_tokens=256)
+    plan = fitter(plans, case, 256, "score_block").plan(case, LENGTH)
     assert not plan.fits and plan.settings.chunk_size == 2048
-    error = fitter(plans, case).refusal(plan)
+    error = fitter(plans, case, 256, "score_block").refusal(plan)
     assert "--schedule tide" in error.hint
 
 
+@pytest.mark.slow
 def test_auto_takes_the_largest_budget_that_fits(plans: Path) -> None:
     case = with_room_for(plans, budget_tokens=9000)
     plan = fitter(plans, case, "auto", "budget").plan(case, LENGTH)
@@ -98,6 +101,7 @@ def test_auto_takes_the_largest_budget_that_fits(plans: Path) -> None:
     assert plan.memory_prompt_tokens == least  # the longest prompt is that of the least budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gib", "budget"), [(64, LENGTH), (15, 32)])
 def test_auto_at_its_ends(plans: Path, gib: int, budget: int) -> None:
     case = plan_settings(llama_8b(), free_bytes=gib * GIB)

@@ -86,11 +86,11 @@ def fail_everywhere(model: Any, schedule: str, numbers: range) -> dict[str, int]
     return {**ended, "lowered": lowered}
 
 
-@pytest.mark.parametrize(("schedule", "offset"), [("tide", 0), ("tide", 13), ("oneshot", 5)])
+@pytest.mark.parametrize(("schedule", "offset"), [("tide", 0), ("oneshot", 5)])
 def test_memory_that_runs_out_anywhere(tiny_model: Callable[..., Any], schedule: str, offset: int) -> None:
-    ended = fail_everywhere(tiny_model(num_hidden_layers=3), schedule, range(1 + offset, 3000, 37))
+    ended = fail_everywhere(tiny_model(num_hidden_layers=3), schedule, range(1 + offset, 3000, 61))
     if schedule == "tide":  # one failure is always made good
-        assert ended["answer"] > 15 and ended["error"] == 0 and ended["lowered"] > 5
+        assert ended["answer"] > 10 and ended["error"] == 0 and ended["lowered"] > 3
     else:
         assert ended["answer"] > 1 and ended["error"] > 1
 

@@ -7,6 +7,7 @@ middle raises what comes after it by what one layer leaves behind. So are chunks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
 from torch import Tensor
@@ -48,8 +49,8 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
         model = _fake_model(settings, few)
         ids = torch.zeros(1, length, dtype=torch.long)
         meter = LiveMeter(granularity)
-        meter.watch([*model.parameters(), *model.buffers()])
-        meter.watch([ids], ledger.WORKSPACE)
+        meter.watch(model.parameters())
+        meter.watch([ids, *model.buffers()], ledger.WORKSPACE)
         engine = engine_settings(settings, length, _attention(settings))
         adapter = ModelAdapter(model)
         prefill = _PhasedPrefill(adapter, ids, engine, meter)
@@ -118,7 +119,8 @@ def _unlike(chunks: Sequence[tuple[int, int]], tail: int) -> list[tuple[int, int
 
 
 def _fake_model(settings: PlanSettings, layers: int) -> PreTrainedModel:
-    values = {**settings.config, "num_hidden_layers": layers, "attn_implementation": "eager"}
+    values = deepcopy(dict(settings.config))  # transformers writes into the parts of a config that it is given
+    values |= {"num_hidden_layers": layers, "attn_implementation": "eager"}
     if values.get("layer_types"):
         values["layer_types"] = list(values["layer_types"])[:layers]
     config = AutoConfig.for_model(**values)
