@@ -20,6 +20,14 @@ BLOCKS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if "tidekv run" in line]
 
 
+OTHERS = [
+    line.split("  #")[0].strip()
+    for block in BLOCKS
+    for line in block.splitlines()
+    if line.startswith(("tidekv probe-capacity", "tidekv devices"))
+]
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded_tokenizer: Any) -> Path:
     """A directory with every file that the README names."""
@@ -32,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded_tokenizer: 
 
 
 def test_there_are_commands() -> None:
-    assert len(COMMANDS) >= 6
+    assert len(COMMANDS) >= 6 and len(OTHERS) >= 4
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -42,6 +50,13 @@ def test_commands_run(command: str, folder: Path, embedded_path: Path) -> None:
     assert words[0] == "tidekv"
     result = run_cli(*words[1:], "--dry-run", stdin=b"A piped document." if before else b"")
     assert result.code == 0, result.err
+
+
+@pytest.mark.parametrize("command", OTHERS)
+def test_other_commands_run(command: str, embedded_path: Path) -> None:
+    words = [word for word in shlex.split(command)[1:] if word != "--verify"]  # tests/test_cli_probe.py runs that
+    result = run_cli(*words)
+    assert result.code == 0 and result.out, result.err
 
 
 def test_exit_codes_are_listed() -> None:
