@@ -98,11 +98,11 @@ def test_memory_that_runs_out_anywhere(tiny_model: Callable[..., Any], schedule:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["tide", "oneshot"])
 def test_memory_that_runs_out_everywhere(tiny_model: Callable[..., Any], schedule: str) -> None:
-    ended = fail_everywhere(tiny_model(num_hidden_layers=3), schedule, range(1, 5000))
+    ended = fail_everywhere(tiny_model(num_hidden_layers=3), schedule, range(1, 5000, 5))
     if schedule == "tide":
-        assert ended["answer"] > 500 and ended["error"] <= 3 and ended["lowered"] > 100
+        assert ended["answer"] > 100 and ended["error"] <= 3 and ended["lowered"] > 20
     else:
-        assert ended["answer"] > 50
+        assert ended["answer"] > 10
 
 
 def test_a_ceiling_is_met_with_a_smaller_chunk(tiny_model: Callable[..., Any]) -> None:

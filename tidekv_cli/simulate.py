@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ class _PhasedPrefill(LayerMajorPrefill):
         self.take(2 * self._layers_done + 1)
         self._layers_done += 1
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _logits(self, hidden: Tensor) -> Any:
         logits = super()._logits(hidden)
         self.take(2 * self._layers_done)
         return logits

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,14 +142,18 @@ class LayerMajorPrefill:
                 pending = self._smaller(pending, shortage)
         return hidden
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits, shortage = attempt(partial(self.adapter.finish, hidden, self._ids))
-        if logits is None:
+    def _insist(self, step: Callable[[], Tensor | Observation]) -> Any:
+        """What `step` returns, tried once more where memory runs out."""
+        result, shortage = attempt(step)
+        if shortage is not None:
             release_unused(self._ids.device)
-            logits, shortage = attempt(partial(self.adapter.finish, hidden, self._ids))
-        if logits is None:
+            result, shortage = attempt(step)
+        if shortage is not None:
             raise MemoryError(shortage)
-        return logits
+        return result
+
+    def _logits(self, hidden: Tensor) -> Any:
+        return self._insist(partial(self.adapter.finish, hidden, self._ids))
 
     def _chunk(self, layer: int, start: int, stop: int, last: bool) -> Tensor | None:
         """One layer over one chunk, written to the bridge; None where only keys and values were wanted."""
@@ -177,7 +182,7 @@ class LayerMajorPrefill:
 
     def _evict(self) -> None:
         """Keep the active layer's budget of rows in a store of its own and let go of the rest."""
-        observation = self._observer.take() if self._observer is not None else None
+        observation = self._insist(self._observer.take) if self._observer is not None else None
         last_try = False
         while True:
             _, shortage = attempt(partial(self._compress, observation))
