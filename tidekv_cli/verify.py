@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, fields
 
 from tidekv_cli.errors import TideError
 from tidekv_cli.request import RunRequest
-from tidekv_cli.units import format_bytes
 
 _NEW_TOKENS = 2  # room for all new ones is taken before the first
 
@@ -85,11 +84,6 @@ def _run(request: RunRequest, prompt_tokens: int, environ: Mapping[str, str]) ->
     if prompt.lowered:
         return Measured(None, None, f"only with {'; '.join(prompt.lowered)}")
     return Measured(live, process_peak_bytes())
-
-
-def described(measured: Measured) -> str:
-    """For people."""
-    return measured.failure or format_bytes(measured.live_peak_bytes)
 
 
 if __name__ == "__main__":
