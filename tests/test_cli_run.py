@@ -100,11 +100,12 @@ def test_truncation_reports_what_was_dropped(tmp_path: Path, where: str, embedde
 
 
 def test_memory_limit_truncates_to_what_fits(document: str) -> None:
-    limit = ("--memory-limit", "1085MB", "--budget", "64", "-n", "8", "--dry-run", "--json")
-    limit += ("--chunk-size", "64", "--score-block", "64")
-    refused = run_cli("run", document, *limit)
+    settings = ("--budget", "64", "-n", "8", "--dry-run", "--json", "--chunk-size", "64", "--score-block", "64")
+    peak = run_cli("run", document, *settings).document["plan"]["bytes"]["peak"]
+    limit = ("--memory-limit", str(peak - 100_000))
+    refused = run_cli("run", document, *settings, *limit)
     assert refused.document["error"]["code"] == 4
-    cut = run_cli("run", document, *limit, "--truncate", "tail").document
+    cut = run_cli("run", document, *settings, *limit, "--truncate", "tail").document
     assert cut["prompt"]["truncated_tokens"] > 0
     assert cut["plan"]["headroom_bytes"] >= 0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tidekv_cli.errors import DoesNotFitError
 from tidekv_cli.methods import SELECTORS
-from tidekv_cli.plan import Plan, Planner, PlanSettings
+from tidekv_cli.plan import Plan, Planner, PlanSettings, last_that_fits
 from tidekv_cli.request import EngineChoice
 from tidekv_cli.units import format_bytes
 
@@ -80,25 +80,14 @@ class Fitter:
 
     def _largest_budget(self, settings: PlanSettings, length: int) -> int:
         """The largest at which the prompt fits: all of it, or a multiple of 64; the least is known to fit."""
-
-        def left(budget: int) -> int:
-            headroom = self._planner(replace(settings, budget_tokens=budget)).plan(length).headroom_bytes
-            return 0 if headroom is None else headroom
-
-        low, high = self._least_budget, length
-        if low >= high or left(high) >= 0:
-            return high
-        left_low, left_high = left(low), left(high)
-        while high - low > _BUDGET_STEP:  # bytes are all but a straight line in the budget
-            guess = low + (high - low) * left_low // (left_low - left_high)
-            guess = max(guess // _BUDGET_STEP * _BUDGET_STEP, low + _BUDGET_STEP)
-            guess = min(guess, high - 1)
-            amount = left(guess)
-            if amount >= 0:
-                low, left_low = guess, amount
-            else:
-                high, left_high = guess, amount
-        return low
+        if settings.free_bytes is None or self._least_budget >= length:
+            return length
+        return last_that_fits(
+            lambda budget: self._planner(replace(settings, budget_tokens=budget)).headroom(length),
+            self._least_budget,
+            length,
+            _BUDGET_STEP,
+        )
 
     def _planner(self, settings: PlanSettings) -> Planner:
         return Planner(settings, self._directory)

@@ -135,9 +135,15 @@ class Planner:
         weights = settings.spec.parameters * ITEM_BYTES[settings.dtype]
         return PlannedBytes(**{**peak, "weights": weights, "reserve": sum(settings.reserve_items.values())})
 
+    def headroom(self, length: int) -> int:
+        """Free memory, which must be known, less the peak of a prompt of `length` tokens."""
+        free = self.settings.free_bytes
+        assert free is not None
+        return free - self.bytes(length).peak
+
     def fits(self, length: int) -> bool:
         """Whether a prompt of `length` tokens does, as far as free memory is known."""
-        return self.settings.free_bytes is None or self.bytes(length).peak <= self.settings.free_bytes
+        return self.settings.free_bytes is None or self.headroom(length) >= 0
 
     @cached_property
     def largest_prompt(self) -> int | None:
@@ -146,22 +152,29 @@ class Planner:
             return None
         start, _ = self._model.lines
         if self.settings.attention == "eager":  # each length is simulated: whole thousands, no longer than the window
-            longest = self.settings.spec.context_window or _LONGEST
-            return _EAGER_STEP * _last_true(lambda count: self.fits(count * _EAGER_STEP), 0, -(-longest // _EAGER_STEP))
-        low, most = (start, _LONGEST) if self.fits(start) else (0, start - 1)
-        return _last_true(self.fits, low, most)
-
-
-def _last_true(holds: Callable[[int], bool], low: int, most: int) -> int:
-    """The last of low + 1 .. `most` that holds, `low` if none does; what holds for a number holds for those below."""
-    high = max(2 * low, 1)
-    while high <= most and holds(high):
-        low, high = high, high * 2
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if holds(middle):
-            low = middle
+            low, high, step = 1, self.settings.spec.context_window or _LONGEST, _EAGER_STEP
         else:
-            high = middle
+            low, high, step = (start, _LONGEST, 1) if self.fits(start) else (1, start, 1)
+        return last_that_fits(self.headroom, low, high, step) if self.fits(low) else 0
+
+
+def last_that_fits(headroom: Callable[[int], int], low: int, high: int, step: int = 1) -> int:
+    """The largest number with no negative headroom: `high`, or a multiple of `step` below it, or `low`, which fits.
+
+    Headroom falls as the number rises, nearly in a line.
+    """
+    left_low, left_high = headroom(low), headroom(high)
+    if left_high >= 0:
+        return high
+    halve = False
+    while (most := (high - 1) // step * step) > low:
+        width = high - low
+        guess = low + (width // 2 if halve else width * left_low // (left_low - left_high))
+        guess = min(max(guess // step, low // step + 1) * step, most)
+        left = headroom(guess)
+        if left >= 0:
+            low, left_low = guess, left
+        else:
+            high, left_high = guess, left
+        halve = 2 * (high - low) > width  # the line was a bad guide: the next step is sure
     return low
