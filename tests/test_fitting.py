@@ -36,12 +36,12 @@ def fitter(plans: Path, settings: PlanSettings, budget: int | str | None = 4096,
         max_new_tokens=settings.max_new_tokens,
         fixed=frozenset(fixed),
     )
-    return Fitter(choice, 32, plans)
+    return Fitter(choice, settings.window, plans)
 
 
 def with_room_for(plans: Path, **changes: Any) -> PlanSettings:
-    """Settings whose free memory is exactly what they take with `changes`."""
-    case = plan_settings(llama_8b())
+    """Settings, with a window so wide that scoring tells, whose free memory is what they take with `changes`."""
+    case = plan_settings(llama_8b(), selector_settings=SELECTORS["snapkv"].settings({"window": 256}))
     return replace(case, free_bytes=Planner(replace(case, **changes), plans).bytes(LENGTH).peak)
 
 

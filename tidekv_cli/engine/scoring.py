@@ -17,7 +17,7 @@ from torch import Tensor
 
 # Matrix kernels round differently in ragged last rows; whole tiles make a score independent of the block size.
 _TILE = 64
-_PART = 2048  # keys whose logits exist at a time
+_PART = 1024  # keys whose logits exist at a time
 
 Pooling = Literal["avg", "max"]
 
