@@ -97,7 +97,7 @@ def test_auto_takes_the_largest_budget_that_fits(plans: Path) -> None:
     assert plan.fits and plan.settings.budget_tokens == 9000 // 64 * 64
     more = replace(plan.settings, budget_tokens=plan.settings.budget_tokens + 64)
     assert not Planner(more, plans).fits(LENGTH)
-    least = Planner(replace(plan.settings, budget_tokens=32), plans).largest_prompt
+    least = Planner(replace(plan.settings, budget_tokens=case.window), plans).largest_prompt
     assert plan.memory_prompt_tokens == least  # the longest prompt is that of the least budget
 
 
