@@ -154,13 +154,23 @@ def test_figures_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pyte
         '{"START": []}',
     ],
 )
-def test_a_damaged_file_is_as_good_as_none(tmp_path: Path, content: str) -> None:
-    settings = plan_settings(llama_8b())
-    expected = MemoryModel(settings, tmp_path).peak(50_000)
-    (file,) = tmp_path.iterdir()
-    start, _ = MemoryModel(settings, None).lines
-    file.write_text(content.replace("START", str(start)), encoding="utf-8")
-    assert MemoryModel(settings, tmp_path).peak(50_000) == expected
+def test_a_damaged_file_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    simulated: list[int] = []
+
+    def stand_in(_: PlanSettings, length: int, __: int) -> list[dict[str, int]]:
+        simulated.append(length)
+        return [{**dict.fromkeys(("workspace", "weights", "cache", "active_kv", "scoring"), 0), "bridge": length}]
+
+    monkeypatch.setattr("tidekv_cli.simulate.simulate", stand_in)
+    settings = plan_settings(llama_8b(), device_kind="cpu")
+    start, step = MemoryModel(settings, None).lines
+    for expected in ([start, start + step], [], [start, start + step], []):
+        assert MemoryModel(settings, tmp_path).peak(50_000)["bridge"] == 50_000
+        assert sorted(simulated) == expected
+        simulated.clear()
+        if not expected:
+            (file,) = tmp_path.iterdir()
+            file.write_text(content.replace("START", str(start)), encoding="utf-8")
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

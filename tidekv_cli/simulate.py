@@ -1,7 +1,7 @@
 """The real engine on fake tensors: exact live bytes by item for any prompt length, without memory, weights or a GPU.
 
-Layers of one kind are alike, so four stand for all: the first, two in the middle, the last. Each layer more in the
-middle raises what comes after it by what one layer leaves behind. So are chunks: of those in the middle none is run.
+Layers of one kind are alike, so three stand for all: the first, the last and the one before it, which each layer left
+out raises by what one layer leaves behind. So are chunks: only the last ones are run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings
 from tidekv_cli.plan import PlanSettings
 
-_LAYERS = 4
+_LAYERS = 3
 
 
 class FlashStandIn:
@@ -40,7 +40,7 @@ class FlashStandIn:
 def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[dict[str, int]]:
     """Live bytes by item at the peak of each phase of a prompt of `length` tokens, weights left out.
 
-    Phases are the chunks and the eviction of the first layer, of two in the middle and of the last, then the logits of
+    Phases are the chunks and the eviction of the first layer, of the last but one and of the last, then the logits of
     the prompt's last token, then the first decoding step. `granularity` is what the device's allocator rounds a block
     up to, in bytes.
     """
@@ -59,25 +59,28 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
         prefill.chunks, prefill.last_chunks = _unlike(prefill.chunks, tail), _unlike(prefill.last_chunks, tail)
         with meter:
             prompt = prefill.run()
-            phases = prefill.phases
+            phases, live = prefill.phases, prefill.live_before
             del prefill  # and what it holds
             meter.restart_peak()
             next_logits(adapter, prompt, 0, length)
             phases.append(meter.peak)
-    if layers > few:  # what one layer leaves behind, once for each layer that was left out
-        left = {item: phases[4][item] - phases[2][item] for item in ledger.ITEMS}
-        for phase in phases[4:]:
+    if layers > few:
+        for phase in phases[2:]:
             for item in ledger.ITEMS:
-                phase[item] += left[item] * (layers - few)
+                phase[item] += (live[2][item] - live[1][item]) * (layers - few)
     return [{**phase, ledger.WEIGHTS: 0} for phase in phases]
 
 
 class _PhasedPrefill(LayerMajorPrefill):
-    """Notes the peak of each phase: phase 2 l is the chunks of layer l, phase 2 l + 1 its eviction, the last logits."""
+    """Notes the peak of each phase: phase 2 l is the chunks of layer l, phase 2 l + 1 its eviction, the last logits.
+
+    `live_before` is what was alive when each layer began.
+    """
 
     def __init__(self, adapter: ModelAdapter, ids: Tensor, settings: PrefillSettings, meter: LiveMeter) -> None:
         super().__init__(adapter, ids, settings)
         self.phases: list[dict[str, int]] = []
+        self.live_before: list[dict[str, int]] = []
         self._meter = meter
         self._layers_done = 0
 
@@ -89,6 +92,10 @@ class _PhasedPrefill(LayerMajorPrefill):
             self.phases.append(peak)
         elif sum(peak.values()) > sum(self.phases[phase].values()):
             self.phases[phase] = peak
+
+    def _layer(self, layer: int, layers: int) -> Tensor | None:
+        self.live_before.append(dict(self._meter.live))
+        return super()._layer(layer, layers)
 
     def _chunk(self, layer: int, start: int, stop: int, last: bool) -> Tensor | None:
         hidden = super()._chunk(layer, start, stop, last)
@@ -114,9 +121,9 @@ def _attention(settings: PlanSettings) -> Attention:
 
 
 def _unlike(chunks: Sequence[tuple[int, int]], tail: int) -> list[tuple[int, int]]:
-    """The first chunk, the last two before `tail`, and all from there on: those left out allocate what these do."""
+    """All from the last three before `tail`: the first makes the buffers, another is whole, the last is shorter."""
     before = [chunk for chunk in chunks if chunk[1] <= tail]
-    return before[:1] + before[1:][-2:] + list(chunks[len(before) :])
+    return before[-3:] + list(chunks[len(before) :])
 
 
 def _fake_model(settings: PlanSettings, layers: int) -> PreTrainedModel:
