@@ -9,7 +9,7 @@ from typing import Any
 from tidekv_cli.catalog import shape_of
 from tidekv_cli.methods import SELECTORS, Method
 from tidekv_cli.model_spec import spec_from_config
-from tidekv_cli.plan import PlanSettings
+from tidekv_cli.plan_settings import PlanSettings
 
 GIB = 1 << 30
 
@@ -33,6 +33,7 @@ def plan_settings(config: Mapping[str, Any] | None = None, **changes: Any) -> Pl
     """
     config = llama_8b() if config is None else config
     chosen = changes.get("method", method())
+    values = changes.get("selector_settings", SELECTORS[chosen.selector].settings({}))
     base = PlanSettings(
         spec=spec_from_config(config, "test", runnable=False),
         method=chosen,
@@ -40,7 +41,8 @@ def plan_settings(config: Mapping[str, Any] | None = None, **changes: Any) -> Pl
         chunk_size=2048,
         score_block=2048,
         budget_tokens=4096,
-        selector_settings=SELECTORS[chosen.selector].settings({}),
+        selector_settings=values,
+        window=int(values.get("window", 0)),
         max_new_tokens=1,
         attention="sdpa",
         reserve_items={},

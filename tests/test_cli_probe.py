@@ -108,11 +108,82 @@ def test_flags_to_paste(plans: dict[str, str]) -> None:
         (("--memory-limit", "1KiB"), 4, "exceeds"),
         (("--budget", "3"), 2, "below the 32 tokens"),
         (("--method", "tidekv-full", "--budget", "7"), 2, "means nothing"),
+        (("--profile", "generic-cuda"), 2, "does not say how much memory"),
+        (("-n", "8192"), 5, "leave no room for a prompt in the model's window of 8192"),
+        (("-n", "1000000000000000000"), 2, "from 1 to 1048576"),
+        (("--score-block", "1000000000000"), 2, "from 1 to 1048576"),
+        (("--budget", "999999999999999"), 2, "more than 1048576"),
+        (("--simulate", "--context", "1000000000000"), 2, "too long to be simulated"),
+        (("--attention", "eager", "--context", "1000000000000"), 2, "too long to be simulated"),
     ],
 )
 def test_errors(plans: dict[str, str], arguments: tuple[str, ...], code: int, words: str) -> None:
     given = arguments if "-m" in arguments else ("-m", "smollm2-135m", *arguments)
     probe(plans, *given).assert_error(code, words)
+
+
+def test_one_form_of_output_at_a_time(plans: dict[str, str]) -> None:
+    document = probe(plans, "-m", "smollm2-135m", "--args", "--json").document
+    assert document["error"]["code"] == 2 and "exclude each other" in document["error"]["message"]
+
+
+def test_a_profile_that_leaves_the_memory_open(plans: dict[str, str]) -> None:
+    flags = ("-m", "llama-3.1-8b", "--profile", "generic-cuda", "--memory-limit", "24GiB", "--json")
+    found = probe(plans, *flags).document
+    assert found["model"] == "llama-3.1-8b" and found["device"]["kind"] == "cuda"
+    assert found["plan"]["attention"] == "flash-attn" and found["max_context_tokens"] == 131072
+
+
+def test_an_automatic_budget_stays_one(plans: dict[str, str]) -> None:
+    flags = shlex.split(probe(plans, "-m", "smollm2-135m", "--budget", "auto", "--args").out)
+    assert flags[flags.index("--budget") + 1] == "auto"
+
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"hidden_act": "nope"}, 3),
+        ({"head_dim": 1}, 3),
+        ({"head_dim": 7}, 3),
+        ({"pad_token_id": 300}, 3),
+        ({"rope_scaling": {"rope_type": "yarn"}}, 3),
+        ({"hidden_size": 1 << 60}, 3),
+        ({"vocab_size": 1 << 62}, 3),
+        ({"intermediate_size": 1 << 62}, 3),
+        ({"max_position_embeddings": 10**400}, 3),
+        ({"max_position_embeddings": 1e30}, 0),
+        ({"max_position_embeddings": None}, 0),
+        ({"torch_dtype": "float5"}, 0),
+        ({"return_dict": False}, 0),
+        ({"_attn_implementation": "flash_attention_2"}, 0),
+    ],
+)
+def test_odd_configs(plans: dict[str, str], tmp_path: Path, change: dict[str, Any], code: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **change}), encoding="utf-8")
+    result = probe(plans, "-m", str(tmp_path), "--memory-limit", "2GiB", "--budget", "64", "--score-block", "64")
+    if code:
+        result.assert_error(code)
+    else:
+        assert result.code == 0, result.err
+
+
+def test_weights_that_are_not_there_cannot_be_verified(plans: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    flags = ("-m", str(tmp_path), "--memory-limit", "600MiB", "--budget", "64", "--score-block", "64")
+    probe(plans, *flags, "--verify").assert_error(3, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +226,11 @@ def tiny_directory(tiny_model: Callable[..., Any], tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
-def test_verify_really_runs_it(plans: dict[str, str], tiny_directory: str) -> None:
+def test_verify_really_runs_it(
+    plans: dict[str, str], tiny_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('this file is not ours')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)  # what lies about there is not run
     arguments = ("-m", tiny_directory, "--memory-limit", "513.5MiB", "--chunk-size", "64", "-n", "4")
     result = probe(plans, *arguments, "--budget", "64", "--score-block", "64", "--verify", "--json")
     assert result.code == 0, result.err
@@ -165,7 +240,8 @@ def test_verify_really_runs_it(plans: dict[str, str], tiny_directory: str) -> No
     rows = {row["context_tokens"]: row for row in found["rows"]}
     measured, above = rows[most], rows[most + 64]
     assert measured["fits"] and not above["fits"]
-    assert above["measured_peak_bytes"] is None
+    assert above["measured_peak_bytes"] is None and "live tensors" in above["failure"]
+    assert measured["process_peak_bytes"] > measured["measured_peak_bytes"] and measured["failure"] is None
     live = measured["bytes"]
     planned = measured["peak_bytes"] - live["reserve"]
     assert measured["measured_peak_bytes"] == pytest.approx(planned, rel=0.01)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.planning import llama_8b, method, plan_settings
-from tidekv_cli.estimate import Rates, estimate
+from tidekv_cli.estimate import estimate
+from tidekv_cli.plan_settings import Rates
 
 
 def test_llama_8b_by_hand() -> None:

@@ -11,7 +11,8 @@ import pytest
 from tests.planning import GIB, llama_8b, method, plan_settings
 from tidekv_cli.fitting import Fitter
 from tidekv_cli.methods import SELECTORS
-from tidekv_cli.plan import Planner, PlanSettings
+from tidekv_cli.plan import Planner
+from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.request import EngineChoice
 
 LENGTH = 60_000

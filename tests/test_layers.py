@@ -8,6 +8,7 @@ from pathlib import Path
 import tidekv_cli
 
 PACKAGE = Path(tidekv_cli.__file__).parent
+FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
 
 
 def imports(path: Path) -> set[str]:
@@ -51,10 +52,20 @@ def test_nothing_below_imports_commands() -> None:
 
 def test_planning_needs_no_torch() -> None:
     names = ("plan", "model_spec", "methods", "profile", "device", "sources", "gguf_file", "request", "documents")
-    for name in (*names, "catalog", "model_shape", "yaml_lines"):
+    planning = ("plan_settings", "memory_model", "fitting", "setup", "estimate", "capacity", "prober", "room")
+    for name in (*names, *planning, "catalog", "model_shape", "yaml_lines"):
         assert not {"torch", "transformers"} & {n.split(".")[0] for n in imports(PACKAGE / f"{name}.py")}, name
 
 
 def test_files_stay_small() -> None:
     for path in PACKAGE.rglob("*.py"):
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, path
+
+
+def test_nothing_imports_itself_in_the_end() -> None:
+    """No module of the package depends on itself, imports inside functions included."""
+    modules = {f"tidekv_cli.{p.relative_to(PACKAGE).with_suffix('').as_posix().replace('/', '.')}": p for p in FILES}
+    needs = {name: imports(path) & modules.keys() - {name} for name, path in modules.items()}
+    while done := {name for name, needed in needs.items() if not needed & needs.keys()}:
+        needs = {name: needed for name, needed in needs.items() if name not in done}
+    assert not needs

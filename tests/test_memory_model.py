@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from tests.planning import llama_8b, method, plan_settings
 from tidekv_cli.memory_model import MemoryModel
-from tidekv_cli.plan import PlanSettings
+from tidekv_cli.plan_settings import PlanSettings
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {
@@ -152,6 +153,9 @@ def test_figures_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pyte
         '{"START": [3]}',
         '{"START": [{"cache": "a"}]}',
         '{"START": []}',
+        "[" * 200_000,
+        '{"START": [{"workspace": -1, "weights": 0, "cache": 0, "active_kv": 0, "scoring": 0, "bridge": 9}]}',
+        '{"5": [], "START": [{"workspace": 1, "weights": 0, "cache": 0, "active_kv": 0, "scoring": 0, "bridge": 9}]}',
     ],
 )
 def test_a_damaged_file_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
@@ -177,3 +181,26 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("", encoding="utf-8")
     assert MemoryModel(plan_settings(llama_8b()), blocked / "plans").peak(40_000)["bridge"] > 0
+
+
+def test_a_pipe_and_a_directory_in_the_files_place(tmp_path: Path) -> None:
+    settings = plan_settings(llama_8b(), chunk_size=256, score_block=256, budget_tokens=64)
+    expected = MemoryModel(settings, tmp_path).peak(50_000)
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    os.mkfifo(file)
+    assert MemoryModel(settings, tmp_path).peak(50_000) == expected
+    file.unlink()
+    file.mkdir()
+    assert MemoryModel(settings, tmp_path).peak(50_000) == expected
+    assert list(tmp_path.iterdir()) == [file]  # nothing half-written is left
+
+
+def test_a_search_asks_for_a_little_more() -> None:
+    model = MemoryModel(plan_settings(llama_8b()), None)
+    start, _ = model.lines
+    near = [model.near(length) for length in range(1, start + 100)]
+    assert all(0 <= more - length <= length / 100 for length, more in enumerate(near, 1))
+    assert len({length for length in near if length <= start}) < 1200 and near[start:] == list(
+        range(start + 1, start + 100)
+    )

@@ -165,3 +165,18 @@ def test_the_fake_has_what_the_real_module_has() -> None:
     names = [name for name in dir(FakeNvml) if name.startswith("nvml")]
     assert len(names) > 10
     assert all(hasattr(pynvml, name) for name in names)
+
+
+@pytest.mark.parametrize(
+    "function", [name for name in dir(FakeNvml) if name.startswith("nvml") and name != "nvmlShutdown"]
+)
+def test_a_module_that_lacks_a_function(function: str) -> None:
+    """Of another version, or a stub: whatever is not there leaves a note or nothing."""
+
+    class Lacking(FakeNvml):
+        def __getattribute__(self, name: str) -> object:
+            if name == function:
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    assert isinstance(read(Lacking((FakeCard("GPU-1"), FakeCard("GPU-2")))).notes, tuple)

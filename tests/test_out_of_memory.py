@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from tidekv_cli.engine.memory import attempt, release_unused
 from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings
 from tidekv_cli.engine.selectors.snapkv import SnapKV
 from tidekv_cli.engine.session import Session
+from tidekv_cli.errors import is_out_of_memory
 
 LENGTH, BUDGET = 900, 100
 SAYINGS = [
@@ -27,6 +27,8 @@ SAYINGS = [
     RuntimeError("NVML_SUCCESS == r INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp:1131"),
     RuntimeError("!handles_.at(i) INTERNAL ASSERT FAILED"),
     RuntimeError("CUDA driver error: device not ready"),
+    RuntimeError("std::bad_alloc"),
+    RuntimeError("could not create a memory object"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
 ]
 
@@ -92,8 +94,11 @@ def test_memory_that_runs_out_at_every_site(tiny_model: Callable[..., Any], sche
     answers = lowered = 0
     for number in numbers:
         found = None
-        with suppress(MemoryError, RuntimeError), FailAt(number, SAYINGS[number % len(SAYINGS)]) as failing:
-            found, _ = session.prefill(ids, settings(schedule))
+        try:
+            with FailAt(number, SAYINGS[number % len(SAYINGS)]) as failing:
+                found, _ = session.prefill(ids, settings(schedule))
+        except (MemoryError, RuntimeError) as error:
+            assert is_out_of_memory(error), number
         assert len(failing.sites) >= number
         if found is not None:
             assert same(found, expected), number

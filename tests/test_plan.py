@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,18 +25,20 @@ def test_feasibility_is_monotonic(plans: Path) -> None:
     for _ in range(200):
         case = plan_settings(
             llama_8b(),
+            method=method(draw.choice(["tide", "tide", "oneshot"])),
             budget_tokens=draw.choice([1024, 4096]),
+            score_block=draw.choice([256, 2048]),
             free_bytes=draw.randrange(17 * GIB, 64 * GIB),
         )
         planner = Planner(case, plans)
         most = planner.largest_prompt
         assert most is not None and most > 0
-        assert planner.plan(most).fits and not planner.plan(most + 1).fits
+        assert planner.fits(most) and not planner.fits(most + 1) and planner.plan(most).fits
         more = Planner(replace(case, free_bytes=(case.free_bytes or 0) + GIB), plans).largest_prompt
         assert more is not None and more >= most
         less = Planner(replace(case, budget_tokens=256), plans).largest_prompt
         assert less is not None and less >= most
-        lengths = sorted(draw.randrange(20_000, 200_000) for _ in range(4))
+        lengths = sorted(draw.choice([4000, 9000, 18_000, 19_000, draw.randrange(20_000, 200_000)]) for _ in range(4))
         assert all(a <= b for a, b in pairwise(planner.bytes(length).peak for length in lengths))
 
 
@@ -57,7 +60,41 @@ def test_short_of_the_lines_each_length_counts(plans: Path, free: float) -> None
     planner = Planner(case, plans)
     most = planner.largest_prompt
     assert most is not None and most > 0
-    assert planner.plan(most).fits and not planner.plan(most + 1).fits
+    assert planner.plan(most).fits and planner.fits(most)
+    assert not planner.fits(most + 1) and not planner.plan(most * 101 // 100 + 1).fits
+
+
+@pytest.mark.parametrize("length", [700, 1256])
+def test_eager_attention_is_searched_as_closely(plans: Path, length: int) -> None:
+    case = plan_settings(llama_8b(), attention="eager", device_kind="cpu", chunk_size=64, budget_tokens=64)
+    limit = replace(case, free_bytes=Planner(case, plans).bytes(length).peak)
+    assert length <= (Planner(limit, plans).largest_prompt or 0) <= length * 102 // 100
+
+
+def test_eager_attention_and_no_window(plans: Path) -> None:
+    config = {key: value for key, value in llama_8b().items() if key != "max_position_embeddings"}
+    case = plan_settings(config, attention="eager", device_kind="cpu", free_bytes=16 * GIB, budget_tokens=64)
+    assert 0 < (Planner(case, plans).largest_prompt or 0) < 100_000
+
+
+@pytest.mark.parametrize("schedule", ["tide", "oneshot"])
+def test_the_whole_prompt_as_budget_takes_no_less(plans: Path, schedule: str) -> None:
+    case = plan_settings(llama_8b(), method=method(schedule), chunk_size=64, score_block=256)
+    peaks = [Planner(replace(case, budget_tokens=b), plans).plan(2500).bytes.peak for b in (2400, 2499, 2500, None)]
+    assert peaks == sorted(peaks)
+
+
+def test_planning_is_quick_once_cached(plans: Path) -> None:
+    """Under a second of CPU time, whatever is free then."""
+
+    def plan(length: int, mib: int) -> float:
+        case = plan_settings(llama_8b(), free_bytes=17 * GIB + (mib << 20), max_new_tokens=256)
+        began = time.process_time()
+        assert Planner(case, plans).plan(length).fits
+        return time.process_time() - began
+
+    plan(60_000, 0)
+    assert max(plan(60_001, 5), plan(61_000, 900), plan(59_000, 4000)) < 1
 
 
 def test_the_largest_context_counts_new_tokens(plans: Path) -> None:

@@ -138,11 +138,11 @@ def test_words_are_not_checked_against_it() -> None:
 
 
 @pytest.mark.parametrize("key", ["chunk_size", "score_block", "max_new_tokens"])
-@pytest.mark.parametrize("value", [0, -1])
-def test_counts_below_one(key: str, value: int) -> None:
+@pytest.mark.parametrize("value", [0, -1, 1048577, 10**18])
+def test_impossible_counts(key: str, value: int) -> None:
     flag = "--" + key.replace("_", "-")
-    assert_refused(f"{flag} {value}", "at least 1", **{key: value})
-    assert_refused(f"{flag} {value}", "at least 1", config={key: value})
+    assert_refused(f"{flag} {value}", "from 1 to 1048576", **{key: value})
+    assert_refused(f"{flag} {value}", "from 1 to 1048576", config={key: value})
 
 
 @pytest.mark.parametrize(

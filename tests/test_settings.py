@@ -117,11 +117,16 @@ def test_a_value_of_the_wrong_type(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize("content", ["- model", "just text", "5", "[]", "0", "false"])
 def test_no_mapping(tmp_path: Path, content: str) -> None:
-    assert_refused(tmp_path, content, "no mapping")
+    assert_refused(tmp_path, content, ":1: ", "must be a mapping")
 
 
 @pytest.mark.parametrize(
-    "content", [b"a: [1", b"a: b: c", b"\xff\xfe\xff", b"\x00", b"? [a]\n: 1", b"!!python/name:os.x"]
+    ("content", "words"),
+    [
+        *((content, "no valid YAML") for content in (b"a: [1", b"a: b: c", b"\xff\xfe\xff", b"\x00")),
+        (b"? [a]\n: 1", "must be a word"),
+        (b"!!python/name:os.x", "must be a mapping"),
+    ],
 )
-def test_no_yaml(tmp_path: Path, content: bytes) -> None:
-    assert_refused(tmp_path, content, "no valid YAML")
+def test_no_yaml(tmp_path: Path, content: bytes, words: str) -> None:
+    assert_refused(tmp_path, content, ":1: ", words)

@@ -15,7 +15,8 @@ from tidekv_cli.assembly import engine_settings
 from tidekv_cli.engine.attention import choose_attention
 from tidekv_cli.engine.session import Session
 from tidekv_cli.memory_model import MemoryModel
-from tidekv_cli.plan import Planner, PlanSettings
+from tidekv_cli.plan import Planner
+from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.simulate import simulate
 
 WEIGHTS = 14.958  # GiB

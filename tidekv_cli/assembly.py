@@ -8,7 +8,7 @@ from tidekv_cli.engine.attention import Attention
 from tidekv_cli.engine.budgets import Uniform
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.methods import SELECTORS
-from tidekv_cli.plan import PlanSettings
+from tidekv_cli.plan_settings import PlanSettings
 
 
 def engine_settings(settings: PlanSettings, length: int, attention: Attention) -> PrefillSettings:

@@ -12,7 +12,10 @@ _SHORTEST_ROW = 8192
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One context of `context_tokens`, prompt and new tokens together; measured after a real run only."""
+    """One context of `context_tokens`, prompt and new tokens together; measured after a real run only.
+
+    `failure` is what was said where the real run found too little memory.
+    """
 
     context_tokens: int
     fits: bool
@@ -20,6 +23,13 @@ class Row:
     bytes: PlannedBytes
     headroom_bytes: int | None
     measured_peak_bytes: int | None = None
+    process_peak_bytes: int | None = None
+    failure: str | None = None
+
+    @property
+    def live_bytes(self) -> int:
+        """The planned peak of live tensors: what can be measured tensor by tensor."""
+        return self.bytes.peak - self.bytes.reserve
 
 
 @dataclass(frozen=True, slots=True)

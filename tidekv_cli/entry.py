@@ -11,6 +11,7 @@ def main() -> None:
     """Run the command line of this process; a second Ctrl-C does not disturb what the first one began."""
     signal.signal(signal.SIGINT, _interrupt_once)
     signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGHUP, _terminate)
     try:
         from tidekv_cli.cli import entry_point
     except KeyboardInterrupt:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 _OUT_OF_MEMORY = (
@@ -11,6 +13,9 @@ _OUT_OF_MEMORY = (
     "not enough memory",
     "out of memory",
     "alloc_failed",  # cuBLAS
+    "bad_alloc",
+    "bad allocation",
+    "could not create a memory object",  # oneDNN
     # What the allocator on a Jetson says instead.
     "nvml_success == r internal assert failed",
     "!handles_.at(i) internal assert failed",
@@ -112,3 +117,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in said for words in _OUT_OF_MEMORY)
     )
+
+
+def error_of(code: int, message: str, hint: str) -> TideError:
+    """The error of exit code `code`, as another process told it."""
+    kinds: tuple[type[TideError], ...] = (*TideError.__subclasses__(), TideError)
+    return next(kind for kind in kinds if kind.code == code)(message, hint)
+
+
+@contextmanager
+def damage_named(what: str) -> Iterator[None]:
+    """The libraries that read models raise a dozen kinds for one damaged file; each becomes a `ModelError`."""
+    try:
+        yield
+    except TideError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(f"{what}: {error}", "fetch or copy it again") from error

@@ -3,23 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.units import ITEM_BYTES
-
-if TYPE_CHECKING:
-    from tidekv_cli.plan import PlanSettings
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What a device moves and computes at most; None where it is not known."""
-
-    bandwidth_gb_s: float | None = None
-    tflops: float | None = None
-
-
-NO_RATES = Rates()
 
 
 @dataclass(frozen=True, slots=True)

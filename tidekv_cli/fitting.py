@@ -12,7 +12,8 @@ from typing import Any
 
 from tidekv_cli.errors import DoesNotFitError
 from tidekv_cli.methods import SELECTORS
-from tidekv_cli.plan import Plan, Planner, PlanSettings, last_that_fits
+from tidekv_cli.plan import Plan, Planner, last_that_fits
+from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.request import EngineChoice
 from tidekv_cli.units import format_bytes
 
@@ -49,13 +50,19 @@ class Fitter:
                 changes.append(f"{field.removesuffix('_tokens')} {before} -> {after}: {why}")
                 settings = lowered
         plan = replace(self._planner(settings).plan(length), changes=tuple(changes))
-        if self._choice.budget != "auto" or not plan.fits:
-            return plan
-        # The longest prompt is that of the least budget; this one's budget is the largest that fits.
-        settings = replace(settings, budget_tokens=self._largest_budget(settings, length))
-        return replace(
-            self._planner(settings).plan(length), memory_prompt_tokens=plan.memory_prompt_tokens, changes=plan.changes
-        )
+        if self._choice.budget == "auto" and plan.fits:
+            # The longest prompt is that of the least budget; this one's budget is the largest that fits.
+            settings = replace(settings, budget_tokens=self._largest_budget(settings, length))
+            plan = replace(self._planner(settings).plan(length, plan.memory_prompt_tokens), changes=plan.changes)
+        return replace(plan, full_cache_peak=self._full_cache_peak(plan))
+
+    def _full_cache_peak(self, plan: Plan) -> int | None:
+        """The peak in bytes with nothing evicted, if that fits and something is."""
+        settings, budget = plan.settings, plan.settings.budget_tokens
+        if budget is None or budget >= plan.prompt_tokens or not plan.fits:
+            return None
+        full = self._planner(replace(settings, budget_tokens=None))
+        return full.bytes(plan.prompt_tokens).peak if full.fits(plan.prompt_tokens) else None
 
     def _smaller(self, settings: PlanSettings) -> Iterator[tuple[str, list[int]]]:
         """Each field that may be lowered, in order, with its smaller values."""
@@ -101,6 +108,15 @@ class Fitter:
                 gained[flag] = prompt + changed.max_new_tokens
         return dict(sorted(gained.items(), key=lambda entry: -entry[1]))
 
+    def lowered_context(self, plan: Plan) -> int | None:
+        """What memory takes in tokens once all that `plan` lowers for a prompt is at its least."""
+        settings = plan.settings
+        for field, sizes in self._smaller(settings):
+            least: dict[str, Any] = {field: sizes[-1]}
+            settings = replace(settings, **least)
+        prompt = self._planner(settings).largest_prompt if settings != plan.settings else None
+        return prompt + settings.max_new_tokens if prompt else None
+
     def refusal(self, plan: Plan) -> DoesNotFitError:
         """The error for a plan that does not fit: the longest prompt that does, and the flag that helps most."""
         settings, free = plan.settings, plan.settings.free_bytes
@@ -120,12 +136,17 @@ class Fitter:
             enough = "fits" if free is None or ways[flag] <= free else "helps most but is not enough"
             way = f"{flag} {enough}, with {format_bytes(ways[flag])}"
         longest = plan.memory_prompt_tokens
-        shorter = f"at this setting a prompt of {longest} tokens fits (--truncate)" if longest else "no prompt fits"
+        shorter = f"a prompt of {longest} tokens fits (--truncate)" if longest else "no prompt fits"
         lowered = f" (after {'; '.join(change.split(':')[0] for change in plan.changes)})" if plan.changes else ""
         return DoesNotFitError(
             f"the predicted peak {format_bytes(plan.bytes.peak)} exceeds the {format_bytes(free)} free{lowered}",
-            f"{way}; {shorter}",
+            f"{way}; at this setting {shorter}",
         )
+
+
+def raising_flags(settings: PlanSettings) -> list[str]:
+    """Flags that take less memory than `settings`."""
+    return [flag for flag, _ in _savers(settings)]
 
 
 def _halves(size: int, least: int) -> list[int]:

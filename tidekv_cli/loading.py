@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import logging as transformers_logging
 
-from tidekv_cli.errors import ModelError, TideError, is_out_of_memory
+from tidekv_cli.errors import ModelError, damage_named
 from tidekv_cli.gguf_file import GgufFile
 from tidekv_cli.gguf_tokenizer import build_tokenizer
 from tidekv_cli.gguf_weights import model_from_gguf
@@ -35,7 +34,7 @@ class LoadedModel:
 def load_tokenizer(files: ModelFiles) -> Any:
     """The model's tokenizer. Raises `ModelError` when it is missing or damaged."""
     path = files.path
-    with _damage_named(f"the tokenizer in {path}"):
+    with damage_named(f"the tokenizer in {path} cannot be loaded"):
         if files.gguf is not None:
             return build_tokenizer(files.gguf)
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -50,7 +49,7 @@ def load_model(files: ModelFiles, dtype: torch.dtype) -> LoadedModel:
     """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    with _damage_named(f"the model in {files.path}"):
+    with damage_named(f"the model in {files.path} cannot be loaded"):
         if files.gguf is None:
             model = _from_directory(files.path, dtype)
             ends = [model.config.eos_token_id, _generation_config(files.path).get("eos_token_id")]
@@ -59,19 +58,6 @@ def load_model(files: ModelFiles, dtype: torch.dtype) -> LoadedModel:
             ends = _gguf_end_tokens(files.gguf)
     model.eval().requires_grad_(False)
     return LoadedModel(model, frozenset(_token_ids(ends, files.path)))
-
-
-@contextmanager
-def _damage_named(what: str) -> Iterator[None]:
-    """The libraries that read models raise a dozen kinds for one damaged file; each becomes a `ModelError`."""
-    try:
-        yield
-    except TideError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ModelError(f"{what} cannot be loaded: {error}", "fetch or copy it again") from error
 
 
 def _token_ids(entries: list[Any], path: Path) -> Iterator[int]:

@@ -11,19 +11,20 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tidekv_cli.plan import PlanSettings
+from tidekv_cli.plan_settings import PlanSettings
 
 _FORMAT = 1
 _CUDA_GRANULARITY = 512  # torch's CUDA allocator rounds each block up to it
 _ALIGNED = 256  # so many tokens fill whole blocks of an allocator, so lines have no rounding in them
 _FAR = 1 << 16
 _GROWING_STORAGES = 16
+_SEARCH_BITS = 8  # less than 1 % more
 _ITEMS = ("workspace", "weights", "cache", "bridge", "active_kv", "scoring")  # as the engine's ledger calls them
 Phases = list[dict[str, int]]
 
@@ -44,6 +45,14 @@ class MemoryModel:
             whole_cache = 2 * self._settings.spec.layers if self._settings.budget_tokens is None else 0
             items["workspace"] += self._granularity * (whole_cache + _GROWING_STORAGES)
         return items
+
+    def near(self, length: int) -> int:
+        """The length to ask about in a search: below the lines a little more, so that few have to be simulated."""
+        if self._on_lines(length):
+            return length
+        step = max(1 << length.bit_length() >> _SEARCH_BITS, 1)
+        rounded = -(-length // step) * step
+        return rounded if self._bends else min(rounded, self.lines[0])
 
     def simulated(self, length: int) -> dict[str, int]:
         """The same, simulated at this very length."""
@@ -77,9 +86,13 @@ class MemoryModel:
     def _whole(self) -> bool:
         return self._settings.method.schedule == "oneshot"
 
+    @property
+    def _bends(self) -> bool:
+        """Whether each length is simulated: a matrix of logits grows with the keys of each chunk."""
+        return self._settings.attention == "eager"
+
     def _on_lines(self, length: int) -> bool:
-        """A matrix of logits grows with the keys of each chunk, and bends the lines: there each length is simulated."""
-        return self._settings.attention != "eager" and length > self.lines[0]
+        return not self._bends and length > self.lines[0]
 
     @property
     def _granularity(self) -> int:
@@ -129,15 +142,18 @@ def _engine_digest() -> str:
 def _read(file: Path) -> dict[int, Phases]:
     """What an earlier process simulated; a damaged file is as good as none."""
     try:
+        if not file.is_file():  # a pipe may never be written to
+            return {}
         samples = {int(length): phases for length, phases in json.loads(file.read_text(encoding="utf-8")).items()}
-        whole = all(phases and all(_is_phase(phase) for phase in phases) for phases in samples.values())
-    except (OSError, ValueError, AttributeError, TypeError):
+        whole = all(_is_phase(phase) for phases in samples.values() for phase in phases)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return {}
-    return samples if whole else {}
+    counts = {len(phases) for phases in samples.values()}
+    return samples if whole and len(counts) == 1 and 0 not in counts else {}
 
 
 def _is_phase(phase: Any) -> bool:
-    return set(phase) == set(_ITEMS) and all(type(phase[item]) is int for item in _ITEMS)
+    return set(phase) == set(_ITEMS) and all(type(phase[item]) is int and phase[item] >= 0 for item in _ITEMS)
 
 
 def _write(file: Path, samples: dict[int, Phases]) -> None:
@@ -148,4 +164,5 @@ def _write(file: Path, samples: dict[int, Phases]) -> None:
         scratch.write_text(json.dumps(samples), encoding="utf-8")
         os.replace(scratch, file)
     except OSError:
-        return
+        with suppress(OSError):
+            scratch.unlink()

@@ -6,7 +6,6 @@ Which architectures this version drives is decided here, so that others are refu
 from __future__ import annotations
 
 import json
-import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ PLANNABLE_ARCHITECTURES = {**SUPPORTED_ARCHITECTURES, "Phi3ForCausalLM": "phi3",
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _QKV_BIAS = ("Qwen2ForCausalLM",)
 _HEAD_NORM = ("Qwen3ForCausalLM",)
+_MOST = 1e300
 _HEAD_DIM = {"Qwen3ForCausalLM": 128, "GemmaForCausalLM": 256}  # where the config states none
 
 
@@ -133,6 +133,12 @@ def spec_from_config(config: Mapping[str, Any], source: str, runnable: bool = Tr
         raise values.wrong("rms_norm_eps", "a number, at least 0")
     hidden, heads = values.size("hidden_size"), values.size("num_attention_heads")
     kv_heads = values.size("num_key_value_heads", heads)
+    head_dim = values.size("head_dim", _HEAD_DIM.get(architecture, hidden // heads))
+    if head_dim % 2:
+        raise ModelError(
+            f"the config of {source} has impossible shapes: heads of {head_dim}, which must be even to be rotated",
+            "fetch or copy the model again",
+        )
     if heads % kv_heads:
         raise ModelError(
             f"the config of {source} has impossible shapes: {heads}/{kv_heads} heads", "fetch or copy the model again"
@@ -144,7 +150,7 @@ def spec_from_config(config: Mapping[str, Any], source: str, runnable: bool = Tr
         intermediate_size=values.size("intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=values.size("head_dim", _HEAD_DIM.get(architecture, hidden // heads)),
+        head_dim=head_dim,
         vocab_size=values.size("vocab_size"),
         context_window=_window(values.number("max_position_embeddings", 0.0)),
         tied_embeddings=values.flag("tie_word_embeddings", architecture == "GemmaForCausalLM"),
@@ -194,7 +200,7 @@ class _Values:
         """A finite number."""
         value = self.config.get(key)
         value = default if value is None else value
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not -_MOST < value < _MOST:  # NaN is neither
             raise self.wrong(key, "a number")
         return float(value)
 

@@ -80,7 +80,7 @@ class _Reader:
 
     def read(self) -> NvmlReading:
         driver = self._try("NVML driver version", lambda: _text(self._nvml.nvmlSystemGetDriverVersion()))
-        count = self._try("NVML count of devices", self._nvml.nvmlDeviceGetCount) or 0
+        count = self._try("NVML count of devices", lambda: self._nvml.nvmlDeviceGetCount()) or 0
         cards = tuple(card for index in range(count) for card in self._card_and_slices(index))
         return NvmlReading(cards, driver, tuple(self._notes))
 
@@ -97,11 +97,13 @@ class _Reader:
             return
         for slot in range(self._try(f"{what} slices", lambda: self._nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0):
             at = f"{what} slice {slot}"
-            get = partial(self._nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot)
-            part = self._try(at, get, (_NOT_FOUND,))
+            part = self._try(at, partial(self._slice, handle, slot), (_NOT_FOUND,))
             found = None if part is None else self._card(part, at, parent=card.uuid if card else None)
             if found is not None:
                 yield found
+
+    def _slice(self, handle: Any, slot: int) -> Any:
+        return self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
 
     def _card(self, handle: Any, what: str, partitioned: bool = False, parent: str | None = None) -> NvmlCard | None:
         uuid = self._try(f"{what} UUID", lambda: _text(self._nvml.nvmlDeviceGetUUID(handle)))

@@ -131,6 +131,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "max_context_tokens": plan.max_context_tokens,
         "estimate": asdict(plan.estimate),
         "changes": list(plan.changes),
+        "full_cache_peak_bytes": plan.full_cache_peak,
     }
 
 

@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from tidekv_cli.estimate import NO_RATES, Estimate, Rates, estimate
+from tidekv_cli.estimate import Estimate, estimate
 from tidekv_cli.memory_model import MemoryModel
-from tidekv_cli.methods import Method
-from tidekv_cli.model_spec import ModelSpec
+from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.units import ITEM_BYTES
 
 _LONGEST = 1 << 40
-_EAGER_STEP = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSettings:
-    """Everything that changes memory, in tokens; `budget_tokens` None keeps all. `config` is a Hugging Face config.
-
-    `record_kept` holds every layer's kept positions to the end. `rates` change time estimates only.
-    """
-
-    spec: ModelSpec
-    method: Method
-    dtype: str
-    chunk_size: int
-    score_block: int
-    budget_tokens: int | None
-    selector_settings: Mapping[str, int | float | str]
-    max_new_tokens: int
-    attention: str
-    reserve_items: Mapping[str, int]
-    free_bytes: int | None
-    config: Mapping[str, Any]
-    device_kind: str = "cpu"
-    record_kept: bool = False
-    rates: Rates = NO_RATES
-
-    @property
-    def window(self) -> int:
-        """The selector's observation window W, 0 where it has none."""
-        return int(self.selector_settings.get("window", 0))
+_FIRST_EAGER = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +40,8 @@ class Plan:
     """What is going to be done to a prompt of `prompt_tokens`, and what it takes.
 
     `cache_bytes` is the final cache, with room for new tokens; `memory_prompt_tokens` the longest prompt that fits;
-    `changes` says what was lowered to make this one fit.
+    `changes` says what was lowered to make this one fit; `full_cache_peak` is the peak with nothing evicted, in bytes,
+    where that would fit too.
     """
 
     settings: PlanSettings
@@ -80,6 +50,12 @@ class Plan:
     cache_bytes: int
     memory_prompt_tokens: int | None
     changes: tuple[str, ...] = ()
+    full_cache_peak: int | None = None
+
+    @property
+    def live_bytes(self) -> int:
+        """The peak of live tensors, weights included: what can be measured tensor by tensor."""
+        return self.bytes.peak - self.bytes.reserve
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -119,16 +95,17 @@ class Planner:
         self._model = MemoryModel(settings, directory)
         self._exact = exact
 
-    def plan(self, prompt_tokens: int) -> Plan:
-        """The plan for a prompt of `prompt_tokens`."""
+    def plan(self, prompt_tokens: int, longest: int | None = None) -> Plan:
+        """The plan for a prompt of `prompt_tokens`; `longest` is the longest one that fits, where that is known."""
         model = self._model
         peak = model.simulated(prompt_tokens) if self._exact else model.peak(prompt_tokens)
         cache = model.phases(prompt_tokens)[-1]["cache"]  # the last phase is decoding
-        return Plan(self.settings, prompt_tokens, self._items(peak), cache, self.largest_prompt)
+        longest = self.largest_prompt if longest is None else longest
+        return Plan(self.settings, prompt_tokens, self._items(peak), cache, longest)
 
     def bytes(self, length: int) -> PlannedBytes:
-        """Bytes by item for a prompt of `length` tokens, at the moment of the peak."""
-        return self._items(self._model.peak(length))
+        """Bytes by item at the moment of the peak for a prompt of `length` tokens, or of up to a hundredth more."""
+        return self._items(self._model.peak(self._model.near(length)))
 
     def _items(self, peak: dict[str, int]) -> PlannedBytes:
         settings = self.settings
@@ -136,7 +113,7 @@ class Planner:
         return PlannedBytes(**{**peak, "weights": weights, "reserve": sum(settings.reserve_items.values())})
 
     def headroom(self, length: int) -> int:
-        """Free memory, which must be known, less the peak of a prompt of `length` tokens."""
+        """Free memory, which must be known, less the peak as `bytes` tells it."""
         free = self.settings.free_bytes
         assert free is not None
         return free - self.bytes(length).peak
@@ -151,11 +128,15 @@ class Planner:
         if self.settings.free_bytes is None:
             return None
         start, _ = self._model.lines
-        if self.settings.attention == "eager":  # each length is simulated: whole thousands, no longer than the window
-            low, high, step = 1, self.settings.spec.context_window or _LONGEST, _EAGER_STEP
-        else:
-            low, high, step = (start, _LONGEST, 1) if self.fits(start) else (1, start, 1)
-        return last_that_fits(self.headroom, low, high, step) if self.fits(low) else 0
+        if self.settings.attention != "eager":
+            low, high = (start, _LONGEST) if self.fits(start) else (1, start)
+            return last_that_fits(self.headroom, low, high) if self.fits(low) else 0
+        # Each length is simulated: none longer than twice the longest that fits, or than the window.
+        window = self.settings.spec.context_window or _LONGEST
+        low, high = 1, min(_FIRST_EAGER, window)
+        while high < window and self.fits(high):
+            low, high = high, min(2 * high, window)
+        return last_that_fits(self.headroom, low, high) if self.fits(low) else 0
 
 
 def last_that_fits(headroom: Callable[[int], int], low: int, high: int, step: int = 1) -> int:

@@ -11,15 +11,18 @@ from typing import Any
 from tidekv_cli.capacity import Capacity, probe
 from tidekv_cli.catalog import DEFAULT_MODEL
 from tidekv_cli.environment import Environment
-from tidekv_cli.errors import UsageError
+from tidekv_cli.errors import MemoryExhaustedError, UsageError, WindowError
 from tidekv_cli.model_shape import model_shape
 from tidekv_cli.outcome import SCHEMA, device_document, plan_document
-from tidekv_cli.plan import Planner, PlanSettings
+from tidekv_cli.plan import Planner
+from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.report import Reporter
-from tidekv_cli.request import RunRequest, first_given
+from tidekv_cli.request import EngineChoice, RunRequest, first_given
 from tidekv_cli.settings import load_settings
 from tidekv_cli.setup import Setup, set_up
 from tidekv_cli.verify import measure
+
+_LONGEST_SIMULATED = 1 << 24  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +45,21 @@ class Prober:
     def run(self) -> None:
         """Answer on stdout. Raises `DoesNotFitError` where no context fits, before any weight is loaded."""
         request, wanted, environ = self._request, self._wanted, self._environment.environ
+        if wanted.arguments and request.json:
+            raise UsageError("--args and --json exclude each other", "drop one of them")
         if any(context < 1 for context in wanted.contexts):
             raise UsageError(f"--context {min(wanted.contexts)} is impossible", "give numbers of tokens, at least 1")
         config = load_settings(environ)
         setup = set_up(request, config, environ, compute=False)
+        if wanted.verify and setup.elsewhere:
+            raise UsageError(
+                f"--verify needs the device itself, and {setup.profile.name} is not here", "leave out --profile"
+            )
         name = first_given(request.model, config.get("model"), DEFAULT_MODEL)
         spec, shape = model_shape(name, environ, request.offline, self._reporter.note)
         fitter = setup.fitter()
         settings = fitter.starting_point(setup.plan_settings(spec, shape))
+        _check_lengths(settings, wanted)
         planner = Planner(settings, setup.plans, exact=wanted.simulate)
         capacity = probe(planner, wanted.contexts)
         if not capacity.plan.fits:
@@ -57,31 +67,41 @@ class Prober:
         if wanted.verify:
             capacity = self._verified(capacity, planner, setup)
         if wanted.arguments:
-            self._environment.write(shlex.join(_flags(name, settings, request)) + "\n")
+            self._environment.write(shlex.join(_flags(name, settings, setup.choice, request)) + "\n")
         elif request.json:
-            self._environment.write(json.dumps(_document(capacity, setup), ensure_ascii=False) + "\n")
+            self._environment.write(json.dumps(_document(name, capacity, setup), ensure_ascii=False) + "\n")
         else:
-            gains = fitter.gains(capacity.plan) if capacity.limited_by == "memory" else {}
-            self._reporter.capacity(name, setup.device, setup.profile.name, capacity, gains)
+            by_memory = capacity.limited_by == "memory"
+            gains = fitter.gains(capacity.plan) if by_memory else {}
+            lowered = fitter.lowered_context(capacity.plan) if by_memory else None
+            self._reporter.capacity(name, setup.device, setup.profile.name, capacity, gains, lowered)
 
     def _verified(self, capacity: Capacity, planner: Planner, setup: Setup) -> Capacity:
-        """The largest context, and one chunk more, really run."""
+        """The largest context really run, and where memory limits it, one chunk more."""
         settings, most = planner.settings, capacity.plan.max_context_tokens
-        if setup.elsewhere:
-            raise UsageError(
-                f"--verify needs the device itself, and {setup.profile.name} is not here", "leave out --profile"
-            )
         if most is None:
             raise UsageError("--verify needs a largest context, and free memory is unknown", "give --memory-limit")
-        contexts = (most, most + settings.chunk_size)
+        contexts = (most, most + settings.chunk_size) if capacity.limited_by == "memory" else (most,)
         rows = []
         for row in probe(planner, contexts).rows:
             self._reporter.note(f"running {row.context_tokens} tokens")
             prompt_tokens = row.context_tokens - settings.max_new_tokens
             measured = measure(self._pinned(settings), prompt_tokens, self._environment.environ)
             if measured.failure is not None:
+                if row.context_tokens == most:
+                    raise MemoryExhaustedError(
+                        f"{most} tokens were predicted to fit, but: {measured.failure}",
+                        "see what else takes memory, or give a lower --memory-limit",
+                    )
                 self._reporter.note(f"{row.context_tokens} tokens: {measured.failure}")
-            rows.append(replace(row, measured_peak_bytes=measured.live_peak_bytes))
+            rows.append(
+                replace(
+                    row,
+                    measured_peak_bytes=measured.live_peak_bytes,
+                    process_peak_bytes=measured.process_peak_bytes,
+                    failure=measured.failure,
+                )
+            )
         others = [row for row in capacity.rows if row.context_tokens not in contexts]
         return replace(capacity, rows=tuple(sorted([*others, *rows], key=lambda row: row.context_tokens)))
 
@@ -99,13 +119,29 @@ class Prober:
         )
 
 
-def _flags(model: str, settings: PlanSettings, request: RunRequest) -> list[str]:
+def _check_lengths(settings: PlanSettings, wanted: ProbeRequest) -> None:
+    """Raise where no prompt is left beside the new tokens, or a length is too long to be simulated."""
+    window, new = settings.spec.context_window, settings.max_new_tokens
+    if window is not None and new >= window:
+        raise WindowError(
+            f"{new} new tokens leave no room for a prompt in the model's window of {window}",
+            "use a smaller --max-new-tokens",
+        )
+    longest = max(wanted.contexts, default=0)
+    if longest > _LONGEST_SIMULATED and (wanted.simulate or settings.attention == "eager"):
+        raise UsageError(
+            f"--context {longest} is too long to be simulated: at most {_LONGEST_SIMULATED}",
+            "leave out --simulate and --attention eager, or give shorter lengths",
+        )
+
+
+def _flags(model: str, settings: PlanSettings, choice: EngineChoice, request: RunRequest) -> list[str]:
     """For `tidekv run`: what was planned with."""
     method = settings.method
     flags = ["--model", model, "--schedule", method.schedule, "--selector", method.selector]
     flags += ["--budget-policy", method.budget_policy, "--kv-store", method.kv_store]
     if method.selector != "all":
-        flags += ["--budget", "full" if settings.budget_tokens is None else str(settings.budget_tokens)]
+        flags += ["--budget", str(choice.budget)]
     flags += ["--chunk-size", str(settings.chunk_size), "--score-block", str(settings.score_block)]
     flags += ["--attention", settings.attention, "--dtype", settings.dtype]
     flags += ["--max-new-tokens", str(settings.max_new_tokens)]
@@ -116,10 +152,11 @@ def _flags(model: str, settings: PlanSettings, request: RunRequest) -> list[str]
     return flags
 
 
-def _document(capacity: Capacity, setup: Setup) -> dict[str, Any]:
+def _document(model: str, capacity: Capacity, setup: Setup) -> dict[str, Any]:
     plan = capacity.plan
     return {
         "schema": SCHEMA,
+        "model": model,
         "device": device_document(setup.device, setup.profile.name),
         "plan": plan_document(plan),
         "max_context_tokens": plan.max_context_tokens,
@@ -134,6 +171,8 @@ def _document(capacity: Capacity, setup: Setup) -> dict[str, Any]:
                 "headroom_bytes": row.headroom_bytes,
                 "bytes": asdict(row.bytes),
                 "measured_peak_bytes": row.measured_peak_bytes,
+                "process_peak_bytes": row.process_peak_bytes,
+                "failure": row.failure,
             }
             for row in capacity.rows
         ],

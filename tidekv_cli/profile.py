@@ -32,6 +32,8 @@ KINDS = ("cpu", "cuda", "jetson")
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = ("flash-attn", "sdpa", "eager")
 RESERVE_ITEMS = ("process", "context", "allocator", "backend", "system")
+MOST_TOKENS = 1 << 20  # of a chunk, a score block, a budget or an answer: more is a slip of the hand
+TOKENS = whole("tokens", most=MOST_TOKENS)
 _FALLBACK = {"cpu": "cpu", "cuda": "generic-cuda", "jetson": "generic-cuda"}
 
 
@@ -119,12 +121,12 @@ _FIELDS: Mapping[str, Checker] = {
     "memory": optional(amount(1)),
     "bandwidth_gb_s": optional(number),
     "tflops": optional(number),
-    "chunk_size": whole("tokens"),
-    "score_block": whole("tokens"),
-    "budget": whole("tokens"),
+    "chunk_size": TOKENS,
+    "score_block": TOKENS,
+    "budget": TOKENS,
     "attention": list_of(one_of(ATTENTION), f"backends, the best first, out of {', '.join(ATTENTION)}"),
     "dtype": one_of(DTYPES),
-    "max_new_tokens": whole("tokens"),
+    "max_new_tokens": TOKENS,
     "allocator": _variables,
     "reserve": mapping(dict.fromkeys(RESERVE_ITEMS, amount(0))),
     "sources": _any_text,
@@ -168,7 +170,7 @@ def list_profiles(environ: Mapping[str, str]) -> dict[str, Profile]:
     for directory in profile_directories(environ):
         if not os.path.isdir(directory):
             raise UsageError(f"the profile directory {directory} does not exist", "check TIDEKV_PROFILE_DIR")
-        own = [load_profile(path) for path in sorted(directory.glob("*.yaml"))]
+        own = [load_profile(path) for path in sorted(directory.glob("*.yaml")) if path.is_file()]
         found |= {profile.name: profile for profile in own if profile.name not in found}
     return found
 

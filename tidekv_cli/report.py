@@ -11,12 +11,14 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Table
 from rich.text import Text
 
-from tidekv_cli.capacity import Capacity
+from tidekv_cli.capacity import Capacity, Row
 from tidekv_cli.device import Device
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import TideError
+from tidekv_cli.fitting import raising_flags
 from tidekv_cli.outcome import Outcome
-from tidekv_cli.plan import Plan, PlannedBytes, PlanSettings
+from tidekv_cli.plan import Plan, PlannedBytes
+from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.units import format_bytes
 
 _PLAIN_WIDTH = 100
@@ -62,14 +64,25 @@ class Reporter:
             self._line(f"lowered   {change}")
         cut = f", {outcome.truncated_tokens} dropped" if outcome.truncated_tokens else ""
         self._line(f"prompt    {outcome.prompt_tokens} tokens{cut}, up to {settings.max_new_tokens} new ones")
-        self._console.print(_bytes_table(plan.bytes))
+        self._console.print(_bytes_table(plan.bytes, settings))
         self._line(_headroom(plan, outcome.device))
+        if plan.full_cache_peak is not None:
+            self._line(f"nothing need be evicted: --budget full would fit, with {format_bytes(plan.full_cache_peak)}")
         self._line(_estimate(plan))
 
     def capacity(
-        self, model: str, device: Device, profile_name: str, capacity: Capacity, gains: Mapping[str, int]
+        self,
+        model: str,
+        device: Device,
+        profile_name: str,
+        capacity: Capacity,
+        gains: Mapping[str, int],
+        lowered_context: int | None,
     ) -> None:
-        """The answer of a probe, on stdout; `gains` are flags that raise it and what they raise it to, in tokens."""
+        """The answer of a probe, on stdout; `gains` are flags that raise it and what they raise it to, in tokens.
+
+        `lowered_context` is what `run` comes to by lowering things itself.
+        """
         plan = capacity.plan
         self._setting(model, device, profile_name, plan.settings)
         rows = [
@@ -81,18 +94,22 @@ class Reporter:
                 format_bytes(row.bytes.workspace + row.bytes.scoring),
                 format_bytes(row.bytes.peak),
                 "unknown" if row.headroom_bytes is None else format_bytes(row.headroom_bytes),
-                "" if row.measured_peak_bytes is None else format_bytes(row.measured_peak_bytes),
+                format_bytes(row.live_bytes),
+                *_measured(row),
             )
             for row in capacity.rows
         ]
-        headers = ("context", "fits", "weights", "cache", "bridge and KV", "workspace", "peak", "headroom", "live peak")
+        planned = ("context", "fits", "weights", "cache", "bridge and KV", "workspace", "peak", "headroom")
+        headers = (*planned, "live peak", "measured", "process peak")
         measured = any(row.measured_peak_bytes is not None for row in capacity.rows)
-        columns = len(headers) if measured else len(headers) - 1
+        columns = len(headers) if measured else len(planned)
         text = plain_table(headers[:columns], [row[:columns] for row in rows])
         text += f"\n{_largest(plan)}\n"
         if gains:
             raised = ", ".join(f"{flag} to {tokens}" for flag, tokens in gains.items())
             text += f"by memory, {raised}\n"
+        if lowered_context is not None:
+            text += f"`tidekv run` lowers chunk, score block and budget by itself: up to {lowered_context} tokens\n"
         self._environment.write(text)
 
     def _setting(self, model: str, device: Device, profile_name: str, settings: PlanSettings) -> None:
@@ -118,13 +135,13 @@ class Reporter:
         """What was measured, after the answer."""
         if self._quiet or outcome.prefill_s is None:
             return
-        rate = outcome.decode_tokens_per_s
+        rate, plan = outcome.decode_tokens_per_s, outcome.plan
         parts = [
             f"prefill {outcome.prefill_s:.2f} s",
             f"first token {outcome.first_token_s or 0.0:.2f} s",
             f"decode {rate:.1f} tokens/s" if rate else "",
-            f"live peak {format_bytes(outcome.live_peak_bytes)}",
-            f"process peak {format_bytes(outcome.process_peak_bytes)}",
+            f"live peak {format_bytes(outcome.live_peak_bytes)} ({format_bytes(plan.live_bytes)} planned)",
+            f"process peak {format_bytes(outcome.process_peak_bytes)} ({format_bytes(plan.bytes.peak)} planned)",
             f"cache {format_bytes(outcome.cache_bytes)}",
         ]
         self.note(", ".join(part for part in parts if part))
@@ -151,7 +168,18 @@ class Reporter:
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _bytes_table(planned: PlannedBytes) -> Table:
+def _measured(row: Row) -> tuple[str, str]:
+    """Live and process peak of a real run; nothing where there was none."""
+    if row.failure is not None:
+        return "memory ran out", ""
+    peaks = (row.measured_peak_bytes, row.process_peak_bytes)
+    live, process = ("" if peak is None else format_bytes(peak) for peak in peaks)
+    return live, process
+
+
+def _bytes_table(planned: PlannedBytes, settings: PlanSettings) -> Table:
+    """Items and their sum; of a reserve its parts, where it has several."""
+    parts = settings.reserve_items if len(settings.reserve_items) > 1 else {}
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column("item")
     table.add_column("bytes", justify="right")
@@ -163,6 +191,7 @@ def _bytes_table(planned: PlannedBytes) -> Table:
         ("chunk workspace", planned.workspace),
         ("scoring workspace", planned.scoring),
         ("reserve", planned.reserve),
+        *((f"  {name}", size) for name, size in parts.items()),
         ("predicted peak", planned.peak),
     ):
         table.add_row(f"  {name}", format_bytes(count))
@@ -185,12 +214,12 @@ def _largest(plan: Plan) -> str:
     if not limit:
         return "maximum feasible context  none fits at this setting"
     by_window = window is not None and limit == window
-    smaller = "--budget or --chunk-size" + ("" if plan.settings.dtype == "bfloat16" else ", or --dtype bfloat16,")
-    more = "a model with a longer window" if by_window else f"a smaller {smaller}"
+    more = "a model with a longer window" if by_window else " or ".join(raising_flags(plan.settings))
+    raised = f"; {more} would raise it" if more else ""
     return (
         f"maximum feasible context  {limit} tokens (prompt {max(limit - new, 0)} and {new} new),"
         f" limited by {'the window' if by_window else 'memory'}"
-        f" (by memory alone {plan.memory_context_tokens}); {more} would raise it"
+        f" (by memory alone {plan.memory_context_tokens}){raised}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tidekv_cli.errors import UsageError
 from tidekv_cli.methods import DEFAULT_METHOD, SELECTORS, Method, SelectorInfo, choose
-from tidekv_cli.profile import ATTENTION, DTYPES, Profile
+from tidekv_cli.profile import ATTENTION, DTYPES, MOST_TOKENS, Profile
 
 TRUNCATIONS = ("error", "head", "tail", "middle")
 
@@ -148,8 +148,8 @@ def first_given(*values: Any) -> Any:
 
 
 def _tokens(flag: str, value: int) -> int:
-    if value < 1:
-        raise UsageError(f"{flag} {value} is impossible", "give a number of tokens, at least 1")
+    if not 1 <= value <= MOST_TOKENS:
+        raise UsageError(f"{flag} {value} is impossible", f"give a number of tokens from 1 to {MOST_TOKENS}")
     return value
 
 
@@ -168,6 +168,8 @@ def _budget(
         return value
     if not re.fullmatch(r"[0-9]{1,18}", value):
         raise UsageError(f"--budget {value} is no number of tokens", "give a whole number, full or auto")
+    if int(value) > MOST_TOKENS:
+        raise UsageError(f"--budget {value} is more than {MOST_TOKENS}", "give fewer tokens, or full")
     return int(value)
 
 

@@ -14,10 +14,10 @@ _SECONDS = 0.1  # reading is not free, and memory does not vanish faster than it
 class Room:
     """Asked before every chunk. `read` gives the bytes available now, None where that cannot be read."""
 
-    def __init__(self, read: Callable[[], int | None], workspace_bytes: int, chunk_tokens: int) -> None:
-        """`workspace_bytes` is what one chunk of `chunk_tokens` is planned to need beside what is held."""
+    def __init__(self, read: Callable[[], int | None], needed_bytes: int, chunk_tokens: int) -> None:
+        """`needed_bytes` is what one chunk of `chunk_tokens` is planned to need beside what is held."""
         self._read = read
-        self._each = workspace_bytes / chunk_tokens
+        self._each = needed_bytes / chunk_tokens
         self._next = 0.0
         self._asked = 0
 

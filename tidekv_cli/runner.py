@@ -24,7 +24,8 @@ from tidekv_cli.errors import (
 from tidekv_cli.kept_file import KeptFile
 from tidekv_cli.model_spec import ModelFiles, inspect_model
 from tidekv_cli.outcome import Outcome, outcome_document
-from tidekv_cli.plan import Plan, PlanSettings
+from tidekv_cli.plan import Plan
+from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.report import Reporter
 from tidekv_cli.request import RunRequest, first_given
 from tidekv_cli.room import Room
@@ -168,7 +169,7 @@ class Runner:
         settings = engine_settings(plan.settings, len(ids), attention)
         room = Room(
             lambda: detect_device(outcome.device.address).free_bytes,
-            plan.bytes.workspace,
+            _needed_by_a_chunk(plan),
             len(ids) if settings.schedule == "oneshot" else settings.chunk_size,
         )
         try:
@@ -259,6 +260,13 @@ class Runner:
             return ExitCode.DONE
         self._reporter.error(self._late)
         return self._late.code
+
+
+def _needed_by_a_chunk(plan: Plan) -> int:
+    """Bytes that come on top of what is held while a chunk runs and its layer is evicted."""
+    planned = plan.bytes
+    needed = planned.workspace + planned.scoring + plan.cache_bytes // plan.settings.spec.layers
+    return needed + planned.bridge + planned.active_kv if plan.settings.method.schedule == "oneshot" else needed
 
 
 def _or_no_limit(tokens: int | None) -> int:

@@ -7,20 +7,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tidekv_cli.errors import UsageError
-from tidekv_cli.user_files import read_yaml_mapping, user_path
+from tidekv_cli.profile import TOKENS
+from tidekv_cli.user_files import user_path
+from tidekv_cli.yaml_lines import Checker, Value, mapping, read_yaml, text
 
-_KEYS: dict[str, tuple[type, ...]] = {
-    "model": (str,),
-    "device": (str,),
-    "profile": (str,),
-    "method": (str,),
-    "attention": (str,),
-    "dtype": (str,),
-    "chunk_size": (int,),
-    "score_block": (int,),
-    "budget": (int, str),
-    "max_new_tokens": (int,),
+
+def _budget(value: Value) -> int | str:
+    return str(value.content) if value.content in ("full", "auto") else int(TOKENS(value))
+
+
+_KEYS: dict[str, Checker] = {
+    "model": text,
+    "device": text,
+    "profile": text,
+    "method": text,
+    "attention": text,
+    "dtype": text,
+    "chunk_size": TOKENS,
+    "score_block": TOKENS,
+    "budget": _budget,
+    "max_new_tokens": TOKENS,
 }
 
 
@@ -33,12 +39,8 @@ def config_path(environ: Mapping[str, str]) -> Path:
 def load_settings(environ: Mapping[str, str]) -> dict[str, Any]:
     """What the config file and the environment set, by key. Raises `UsageError` for a file that is wrong."""
     path = config_path(environ)
-    values = read_yaml_mapping(path, "the config file") if os.path.exists(path) else {}
-    for key, value in values.items():
-        if key not in _KEYS:
-            raise UsageError(f"the config file {path} has an unknown key {key!r}", f"known: {', '.join(_KEYS)}")
-        if not isinstance(value, _KEYS[key]) or isinstance(value, bool):
-            raise UsageError(f"the config file {path} has {key}: {value!r}", "give a value of the right type")
+    document = read_yaml(path, "the config file") if os.path.exists(path) else None
+    values: dict[str, Any] = {} if document is None else mapping(_KEYS)(document)
     for key, variable in (("model", "TIDEKV_MODEL"), ("device", "TIDEKV_DEVICE")):
         if environ.get(variable):
             values[key] = environ[variable]

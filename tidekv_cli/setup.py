@@ -9,11 +9,10 @@ from typing import Any
 
 from tidekv_cli import machine
 from tidekv_cli.device import Device, detect_device
-from tidekv_cli.errors import DeviceError
-from tidekv_cli.estimate import Rates
+from tidekv_cli.errors import DeviceError, UsageError
 from tidekv_cli.fitting import Fitter
 from tidekv_cli.model_spec import ModelSpec
-from tidekv_cli.plan import PlanSettings
+from tidekv_cli.plan_settings import PlanSettings, Rates
 from tidekv_cli.profile import Profile, find_profile, list_profiles, match_profile
 from tidekv_cli.request import EngineChoice, RunRequest, check_budget, choose_settings, first_given
 from tidekv_cli.sources import cache_directory
@@ -55,6 +54,7 @@ class Setup:
     def plan_settings(self, spec: ModelSpec, config: Mapping[str, Any], record_kept: bool = False) -> PlanSettings:
         """As chosen, before anything is lowered to make it fit."""
         choice = self.choice
+        selector = choice.selector.build(choice.selector_settings)
         return PlanSettings(
             spec=spec,
             method=choice.method,
@@ -63,6 +63,7 @@ class Setup:
             score_block=choice.score_block,
             budget_tokens=choice.budget if isinstance(choice.budget, int) else None,
             selector_settings=choice.selector_settings,
+            window=selector.window,
             max_new_tokens=choice.max_new_tokens,
             attention=choice.attention,
             reserve_items=self.reserve_items,
@@ -83,8 +84,8 @@ class Setup:
 def set_up(request: RunRequest, config: Mapping[str, Any], environ: Mapping[str, str], compute: bool = True) -> Setup:
     """Settle everything that needs neither document nor model. Raises `UsageError` and `DeviceError`.
 
-    To `compute`, the device must be one that this version computes on; else only figures are wanted, and a profile
-    may stand for a device that is not here.
+    To `compute`, the device must be one that this version computes on, and the profile one of its kind; else only
+    figures are wanted, and a profile may stand for a device that is not here.
     """
     wanted = first_given(request.device, config.get("device"), "auto")
     this = replace(machine.THIS_MACHINE, environ=environ)
@@ -96,11 +97,19 @@ def set_up(request: RunRequest, config: Mapping[str, Any], environ: Mapping[str,
     matched = match_profile(here.name, here.kind, here.board, here.total_bytes, list_profiles(environ))
     reference = first_given(request.profile, config.get("profile"), matched.name)
     profile = matched if reference == matched.name else find_profile(reference, environ)
-    is_here = profile.kind == here.kind and profile.match.accepts(here.name, here.board, here.total_bytes)
-    elsewhere = not compute and profile.memory is not None and not is_here
+    same_kind = profile.kind == here.kind
+    if compute and not same_kind:
+        raise DeviceError(
+            f"profile {profile.name} is for devices of kind {profile.kind}, and {here.name} is of kind {here.kind}",
+            f"use --profile {matched.name}, or leave it out",
+        )
+    is_here = same_kind and profile.match.accepts(here.name, here.board, here.total_bytes)
+    elsewhere = not is_here and (not same_kind or (not compute and profile.memory is not None))
     device = _not_here(profile) if elsewhere else here
     choice = choose_settings(request, config, profile, device.kind)
     limit = None if request.memory_limit is None else parse_bytes(request.memory_limit, "--memory-limit")
+    if elsewhere and profile.memory is None and limit is None:
+        raise UsageError(f"profile {profile.name} does not say how much memory there is", "give --memory-limit")
     return Setup(device, profile, choice, limit, elsewhere, cache_directory(environ) / "plans")
 
 

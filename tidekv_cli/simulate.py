@@ -19,12 +19,16 @@ from tidekv_cli.assembly import engine_settings, torch_dtype
 from tidekv_cli.engine import ledger
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.attention import Attention, choose_attention
-from tidekv_cli.engine.decode import next_logits
+from tidekv_cli.engine.decode import next_logits, sampling_weights
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings
-from tidekv_cli.plan import PlanSettings
+from tidekv_cli.engine.sampling import SamplingSettings
+from tidekv_cli.errors import damage_named
+from tidekv_cli.plan_settings import PlanSettings
 
 _LAYERS = 3
+_SAMPLING = SamplingSettings(temperature=1.0, top_p=0.5)
+_ANY_WINDOW = 1 << 20  # changes no size
 
 
 class FlashStandIn:
@@ -41,8 +45,8 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
     """Live bytes by item at the peak of each phase of a prompt of `length` tokens, weights left out.
 
     Phases are the chunks and the eviction of the first layer, of the last but one and of the last, then the logits of
-    the prompt's last token, then the first decoding step. `granularity` is what the device's allocator rounds a block
-    up to, in bytes.
+    the prompt's last token, then the last decoding step, with the sampling that takes most. `granularity` is what the
+    device's allocator rounds a block up to, in bytes.
     """
     layers = settings.spec.layers
     few = min(layers, _LAYERS)
@@ -62,7 +66,10 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
             phases, live = prefill.phases, prefill.live_before
             del prefill  # and what it holds
             meter.restart_peak()
-            next_logits(adapter, prompt, 0, length)
+            more = max(settings.max_new_tokens - 2, 0)
+            for store in prompt.cache:  # as it is when the last new token but one goes in
+                store.length += more
+            sampling_weights(next_logits(adapter, prompt, 0, length + more), _SAMPLING)
             phases.append(meter.peak)
     if layers > few:
         for phase in phases[2:]:
@@ -128,8 +135,12 @@ def _unlike(chunks: Sequence[tuple[int, int]], tail: int) -> list[tuple[int, int
 
 def _fake_model(settings: PlanSettings, layers: int) -> PreTrainedModel:
     values = deepcopy(dict(settings.config))  # transformers writes into the parts of a config that it is given
+    for key in ("_attn_implementation", "torch_dtype", "dtype"):
+        values.pop(key, None)
     values |= {"num_hidden_layers": layers, "attn_implementation": "eager"}
+    values["max_position_embeddings"] = settings.spec.context_window or _ANY_WINDOW
     if values.get("layer_types"):
         values["layer_types"] = list(values["layer_types"])[:layers]
-    config = AutoConfig.for_model(**values)
-    return AutoModelForCausalLM.from_config(config, dtype=torch_dtype(settings)).eval()
+    with damage_named(f"the config of the {settings.spec.architecture} describes no model that can be built"):
+        config = AutoConfig.for_model(**values)
+        return AutoModelForCausalLM.from_config(config, dtype=torch_dtype(settings)).eval()

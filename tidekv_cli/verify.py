@@ -5,22 +5,26 @@ Run as a module, it is that process: the question comes as JSON on stdin, the an
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
-from tidekv_cli.errors import TideError
+from tidekv_cli.errors import MemoryExhaustedError, TideError, error_of
 from tidekv_cli.request import RunRequest
 
 _NEW_TOKENS = 2  # room for all new ones is taken before the first
+_CHILD = "import sys; sys.path[:] = {path!r}; from tidekv_cli.verify import main; main()"  # not the user's directory
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a run took: peaks in bytes, None where it did not come to its end, and then why."""
+    """What a run took: peaks in bytes, None where memory ran out, and then what was said."""
 
     live_peak_bytes: int | None
     process_peak_bytes: int | None
@@ -28,24 +32,45 @@ class Measured:
 
 
 def measure(request: RunRequest, prompt_tokens: int, environ: Mapping[str, str]) -> Measured:
-    """Prefill `prompt_tokens` tokens in a process of its own, under the limit of `request`."""
+    """Prefill `prompt_tokens` tokens in a process of its own, under the limit of `request`.
+
+    Raises the `TideError` that kept it from running for another reason than memory.
+    """
     values = {field.name: getattr(request, field.name) for field in fields(request)}
     question = json.dumps({"request": values, "prompt_tokens": prompt_tokens}, default=dict)
+    child = _CHILD.format(path=[place for place in sys.path if place])
     done = subprocess.run(
-        [sys.executable, "-m", "tidekv_cli.verify"], input=question, capture_output=True, text=True, env=dict(environ)
+        [sys.executable, "-c", child], input=question, capture_output=True, text=True, env=dict(environ)
     )
     try:
-        return Measured(**json.loads(done.stdout.splitlines()[-1]))
-    except (ValueError, TypeError, IndexError):
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
         said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
         return Measured(None, None, f"the run did not come to its end: {said}")
+    if "code" in answer:
+        raise error_of(**answer)
+    return Measured(**answer)
 
 
 def main() -> None:
     """Answer the question on stdin."""
+    _end_with_the_parent()
     question = json.load(sys.stdin)
     values = {**question["request"], "documents": (), "stop": ()}
-    print(json.dumps(asdict(_run(RunRequest(**values), question["prompt_tokens"], os.environ))))
+    answer: dict[str, object]
+    try:
+        answer = asdict(_run(RunRequest(**values), question["prompt_tokens"], os.environ))
+    except MemoryExhaustedError as error:
+        answer = asdict(Measured(None, None, error.message))
+    except TideError as error:
+        answer = {"code": int(error.code), "message": error.message, "hint": error.hint}
+    print(json.dumps(answer))
+
+
+def _end_with_the_parent() -> None:
+    """However the parent ends, on Linux this process does too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run(request: RunRequest, prompt_tokens: int, environ: Mapping[str, str]) -> Measured:
@@ -79,8 +104,6 @@ def _run(request: RunRequest, prompt_tokens: int, environ: Mapping[str, str]) ->
             pass
     except MemoryError as error:
         return Measured(None, None, str(error) or "memory ran out")
-    except TideError as error:
-        return Measured(None, None, error.message)
     if prompt.lowered:
         return Measured(None, None, f"only with {'; '.join(prompt.lowered)}")
     return Measured(live, process_peak_bytes())

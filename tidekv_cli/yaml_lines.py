@@ -20,7 +20,7 @@ from tidekv_cli.units import parse_bytes
 _MOST_FILE_BYTES = 64 * 1024
 _MOST_BYTES = 1 << 50
 _MOST = 10**9  # of anything that is counted
-_HINT = "correct that line; `tidekv profiles cpu` shows a profile that is right"
+_HINT = "correct that line"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,8 @@ def read_yaml(path: Path, what: str) -> Value:
     import yaml
 
     try:
+        if path.exists() and not path.is_file():  # a pipe may never be written to
+            raise UsageError(f"{what} {path} is no file", "check the path")
         with path.open("rb") as file:
             content = file.read(_MOST_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
@@ -72,7 +74,7 @@ def read_yaml(path: Path, what: str) -> Value:
         raise UsageError(f"{what} {path} is longer than {_MOST_FILE_BYTES} bytes", "give a smaller file")
     try:
         node = yaml.compose(content.decode("utf-8"), yaml.SafeLoader)
-        if node is None:
+        if node is None or node.tag == "tag:yaml.org,2002:null":
             return Value(path, 1, "", "map", {})
         return _value(path, node, 1, "", set())
     except UnicodeDecodeError as error:
@@ -148,31 +150,31 @@ def one_of(names: Sequence[str]) -> Checker:
     return check
 
 
-def whole(unit: str, least: int = 1) -> Checker:
-    """A decimal number of `unit`, from `least` to a thousand million."""
+def whole(unit: str, least: int = 1, most: int = _MOST) -> Checker:
+    """A decimal number of `unit`, from `least` to `most`."""
 
     def check(value: Value) -> int:
         content = value.content if value.tag == "int" and isinstance(value.content, str) else ""
         # A leading zero would be octal and a colon sexagesimal in YAML: nobody means that.
         if not re.fullmatch(r"0|[1-9][0-9]*", content) or (len(content) < 12 and int(content) < least):
             raise value.wrong(f"a number of {unit}, at least {least}")
-        if len(content) >= 12 or int(content) > _MOST:
-            raise value.wrong(f"a number of {unit}, at most {_MOST}")
+        if len(content) >= 12 or int(content) > most:
+            raise value.wrong(f"a number of {unit}, at most {most}")
         return int(content)
 
     return check
 
 
 def number(value: Value) -> float:
-    """A finite number above 0."""
+    """A number above 0, to a thousand million."""
     found = math.nan
     if value.tag in ("int", "float") and isinstance(value.content, str):
         try:
             found = float(value.content)
         except ValueError:  # .inf, .nan, 0x10, 1:30
             found = math.nan
-    if not math.isfinite(found) or found <= 0:
-        raise value.wrong("a number above 0")
+    if not 0 < found <= _MOST:
+        raise value.wrong(f"a number above 0, at most {_MOST}")
     return found
 
 

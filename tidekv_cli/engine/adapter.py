@@ -175,7 +175,7 @@ class ModelAdapter:
         self._cache.logical_length = start
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         keywords = {self._cache_keyword: self._cache, **extra}
-        return self.model(input_ids=ids, position_ids=positions, use_cache=True, **keywords)
+        return self.model(input_ids=ids, position_ids=positions, use_cache=True, return_dict=True, **keywords)
 
     @contextmanager
     def _tapped(self, count: int, tap: Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]) -> Iterator[None]:

@@ -36,13 +36,18 @@ class Sampler:
             )
         if settings.temperature == 0.0:
             return int(token)
-        # Float64, and the maximum taken off first, keep a tiny temperature from making 0 / 0.
-        weights = ((logits.double() - best) / settings.temperature).softmax(-1)
-        if settings.top_p < 1.0:
-            ranked, order = weights.sort(descending=True)
-            before = ranked.cumsum(-1) - ranked  # mass of the better ones
-            weights = torch.zeros_like(weights).scatter_(0, order, ranked.masked_fill(before >= settings.top_p, 0.0))
-        return int(torch.multinomial(weights, 1, generator=self._generator))
+        return int(torch.multinomial(sampling_weights(logits, settings), 1, generator=self._generator))
+
+
+def sampling_weights(logits: Tensor, settings: SamplingSettings) -> Tensor:
+    """Weights [V] float64 to draw the next token by, from finite logits [V]; the temperature is above 0."""
+    # Float64, and the maximum taken off first, keep a tiny temperature from making 0 / 0.
+    weights = ((logits.double() - logits.max()) / settings.temperature).softmax(-1)
+    if settings.top_p < 1.0:
+        ranked, order = weights.sort(descending=True)
+        before = ranked.cumsum(-1) - ranked  # mass of the better ones
+        weights = torch.zeros_like(weights).scatter_(0, order, ranked.masked_fill(before >= settings.top_p, 0.0))
+    return weights
 
 
 def generate_tokens(

@@ -22,7 +22,7 @@ def attempt(step: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
     """
     try:
         return step(), None
-    except (MemoryError, RuntimeError) as error:
+    except Exception as error:
         if not is_out_of_memory(error):
             raise
         return None, (str(error).splitlines() or ["memory ran out"])[0]

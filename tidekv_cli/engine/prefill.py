@@ -212,8 +212,8 @@ class LayerMajorPrefill:
 
     def _select(self, budget: int, observation: Observation | None) -> Selection:
         keys = self._active.keys[0]
-        if budget == self._length:
-            return shared_by_heads(span(0, budget, keys), keys.shape[0])
+        if self._length <= self._settings.selector.mandatory_tokens:
+            return shared_by_heads(span(0, self._length, keys), keys.shape[0])
         return self._settings.selector.select(LayerView(keys, observation, self._score_block), budget)
 
 

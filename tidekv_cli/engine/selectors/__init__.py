@@ -44,7 +44,7 @@ class Selector(Protocol):
         """Always kept, within the budget."""
 
     def select(self, view: LayerView, budget: int) -> Selection:
-        """Exactly `budget` positions per head; called only with mandatory_tokens <= budget < S."""
+        """Exactly `budget` positions per head; called only with mandatory_tokens <= budget <= S."""
 
 
 def shared_by_heads(positions: Tensor, heads: int) -> Selection:

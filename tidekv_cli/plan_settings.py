@@ -1,0 +1,47 @@
+"""What a plan is made for. Computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tidekv_cli.methods import Method
+from tidekv_cli.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device moves and computes at most; None where it is not known."""
+
+    bandwidth_gb_s: float | None = None
+    tflops: float | None = None
+
+
+NO_RATES = Rates()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """Everything that changes memory, in tokens; `budget_tokens` None keeps all. `config` is a Hugging Face config.
+
+    `window` is what the selector says its observation window is, 0 if it has none. `record_kept` holds every layer's
+    kept positions to the end. `rates` change time estimates only.
+    """
+
+    spec: ModelSpec
+    method: Method
+    dtype: str
+    chunk_size: int
+    score_block: int
+    budget_tokens: int | None
+    selector_settings: Mapping[str, int | float | str]
+    window: int
+    max_new_tokens: int
+    attention: str
+    reserve_items: Mapping[str, int]
+    free_bytes: int | None
+    config: Mapping[str, Any]
+    device_kind: str = "cpu"
+    record_kept: bool = False
+    rates: Rates = NO_RATES
