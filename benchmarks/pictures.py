@@ -26,10 +26,10 @@ RUN = ("run", "examples/lighthouse.txt", "-p", "Who keeps the light, and why?", 
 PROBE = ("probe-capacity", "-m", "llama-3.1-8b", "--profile", "rtx-4090")
 
 
-def tidekv(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command, both streams in one."""
+def tidekv(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """The command, both streams in one. Raises where it fails, unless told not to `check`."""
     command = [sys.executable, "-m", "tidekv_cli", *arguments]
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, check=check)
 
 
 def picture(name: str, arguments: tuple[str, ...]) -> None:
@@ -46,7 +46,7 @@ def capacity_rows() -> list[str]:
     for profile in list_profiles({}).values():
         if profile.memory is None:
             continue
-        done = tidekv("probe-capacity", "-m", "llama-3.1-8b", "--profile", profile.name, "--json", "-q")
+        done = tidekv("probe-capacity", "-m", "llama-3.1-8b", "--profile", profile.name, "--json", "-q", check=False)
         found = json.loads(done.stdout.splitlines()[-1])
         if "error" in found:
             cells = ("does not fit", "", "")

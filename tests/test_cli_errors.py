@@ -76,19 +76,6 @@ def test_memory_that_runs_out_before_the_model_is_loaded(document: str, monkeypa
     run_cli("run", document).assert_error(7, "memory ran out")
 
 
-def test_memory_that_runs_out_in_the_prefill(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(*_: object, **__: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-
-    monkeypatch.setattr("tidekv_cli.engine.prefill.LayerMajorPrefill._chunk", exhausted)
-    run_cli("run", document).assert_error(7, "memory ran out with a predicted peak of", "9 bytes")
-
-
-def test_memory_that_others_take_meanwhile(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidekv_cli.room.Room.shortage", lambda self, tokens: f"no room for {tokens} tokens")
-    run_cli("run", document).assert_error(7, "no room for")
-
-
 def test_a_profile_of_another_kind_of_device(document: str) -> None:
     run_cli("run", document, "--profile", "l4").assert_error(8, "profile l4 is for devices of kind cuda")
 

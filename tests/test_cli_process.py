@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
 RUN = [sys.executable, "-m", "tidekv_cli", "run"]
@@ -60,3 +64,41 @@ def test_sigterm_leaves_by_its_own_code(document: str) -> None:
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143 and "Traceback" not in err
+
+
+def test_the_process_takes_what_was_planned(embedded_path: Path) -> None:
+    """The embedded model on the long example: the peak of its process is within 10 %, or 100 MiB, of the plan's."""
+    done = subprocess.run([*RUN, str(ROOT / "examples/lighthouse.txt"), "-n", "4", "--json"], capture_output=True)
+    found = json.loads(done.stdout)
+    planned, measured = found["plan"]["bytes"]["peak"], found["memory"]["process_peak_bytes"]
+    assert abs(measured - planned) <= max(planned // 10, 100 << 20)
+    live = planned - found["plan"]["bytes"]["reserve"]
+    transient = live - found["plan"]["bytes"]["weights"]
+    assert abs(found["memory"]["live_peak_bytes"] - live) <= transient / 100
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
+def test_what_is_verified_ends_with_the_probe(embedded_path: Path, number: int) -> None:
+    command = [sys.executable, "-m", "tidekv_cli", "probe-capacity", "--memory-limit", "1100MiB", "--verify"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (children := psutil.Process(process.pid).children()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)  # it asks the system to be ended before it does anything else
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert children and process.returncode in (128 + number, -number)
+    gone, alive = psutil.wait_procs(children, timeout=10)
+    assert gone and not alive
+
+
+def test_a_probe_takes_little_time(tmp_path: Path) -> None:
+    """Under 8 s of CPU time the first time, under 4 s from its cache; one run each, on a machine of its own."""
+    command = [sys.executable, "-m", "tidekv_cli", "probe-capacity", "-m", "llama-3.1-8b", "--profile", "rtx-4090"]
+    taken = []
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "TIDEKV_CACHE_DIR": str(tmp_path)})
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert taken[0] < 8 and taken[1] < 4

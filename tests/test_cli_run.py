@@ -110,6 +110,19 @@ def test_memory_limit_truncates_to_what_fits(document: str) -> None:
     assert cut["plan"]["headroom_bytes"] >= 0
 
 
+def test_memory_that_runs_out_in_the_prefill(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr("tidekv_cli.engine.session.Session.prefill", exhausted)
+    run_cli("run", document).assert_error(7, "memory ran out with a predicted peak of", "9 bytes")
+
+
+def test_memory_that_others_take_meanwhile(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidekv_cli.room.Room.shortage", lambda self, tokens: f"no room for {tokens} tokens")
+    run_cli("run", document).assert_error(7, "no room for")
+
+
 def test_beyond_the_window_only_warns_when_allowed(document: str) -> None:
     result = run_cli("run", document, "-n", "9000", "--allow-beyond-window", "--dry-run")
     assert result.code == 0

@@ -179,4 +179,5 @@ def test_a_module_that_lacks_a_function(function: str) -> None:
                 raise AttributeError(name)
             return super().__getattribute__(name)
 
-    assert isinstance(read(Lacking((FakeCard("GPU-1"), FakeCard("GPU-2")))).notes, tuple)
+    nvml = Lacking((FakeCard("GPU-1"), FakeCard("GPU-2")))
+    assert isinstance(read_nvml(lambda: nvml).notes, tuple)

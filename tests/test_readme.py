@@ -68,3 +68,16 @@ def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"make ([a-z-]+)", README)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("profile", ["rtx-4090", "jetson-agx-orin-32gb", "jetson-orin-nano-8gb"])
+def test_the_table_of_largest_contexts_is_of_this_version(profile: str) -> None:
+    (row,) = re.findall(rf"^\| `{profile}` \| (.*) \|$", README, re.MULTILINE)
+    stated = [cell.strip() for cell in row.split("|")]
+    result = run_cli("probe-capacity", "-m", "llama-3.1-8b", "--profile", profile, "--json", "--offline")
+    if stated[1] == "does not fit":
+        result.assert_error(4)
+        return
+    found = result.document
+    assert stated[1] == f"{found['max_context_tokens']:,} ({found['limited_by']})"
+    assert stated[2] == f"{found['memory_context_tokens']:,}"

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.planning import GIB, llama_8b, method, plan_settings
+from tests.planning import GIB, method, plan_settings
 from tests.references import storage_bytes
 from tidekv_cli.assembly import engine_settings
+from tidekv_cli.catalog import shape_of
 from tidekv_cli.engine.attention import choose_attention
+from tidekv_cli.engine.meter import LiveMeter
+from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.session import Session
 from tidekv_cli.memory_model import MemoryModel
 from tidekv_cli.plan import Planner
@@ -49,19 +52,33 @@ def test_items_of_llama_8b_are_the_known_figures() -> None:
     assert planned.cache == 30 * (GIB // 64 + 4096)  # the peak is in the last layer but one, before it is evicted
 
 
-@pytest.mark.parametrize(("length", "chunk"), [(32768, 2048), (65536, 512), (131072, 2048)])
-def test_the_papers_equations(length: int, chunk: int) -> None:
-    """Peak = caches + bridge + active KV + one chunk's MLP, in the tide; with the whole prompt as the chunk, SnapKV."""
-    config = llama_8b()
-    hidden, wide, layers, kv, item = config["hidden_size"], config["intermediate_size"], 32, 8 * 128, 2
+@pytest.mark.parametrize(
+    ("name", "length", "chunk"),
+    [
+        ("llama-3.1-8b", 32768, 2048),
+        ("llama-3.1-8b", 65536, 512),
+        ("llama-3.1-8b", 131072, 2048),
+        ("llama-3.2-3b", 65536, 2048),
+        ("llama-3.2-1b", 65536, 2048),
+    ],
+)
+def test_the_papers_equations(name: str, length: int, chunk: int) -> None:
+    """Eq. (1): KV_res + Hidden + Act + Temp. A Llama's Act is three rows of each width a token of the chunk.
+
+    In the tide that chunk is C, and Hidden is the bridge; with the whole prompt as the chunk it is SnapKV.
+    """
+    config = shape_of(name)
+    assert config is not None
+    hidden, wide, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    kv, item = config["num_key_value_heads"] * config["head_dim"], 2
     row = 2 * kv * item
     cache, bridge, active = (layers - 1) * 4096 * row, length * hidden * item, length * row
     activations = item * (3 * hidden + 3 * wide)  # embedding, residual and its norm; gate, up and their product
     tide = cache + bridge + active + chunk * activations
     whole = cache + 4096 * row + bridge + length * activations
-    settings = plan_settings(chunk_size=chunk)
+    settings = plan_settings(config, chunk_size=chunk)
     assert transient(settings, length) == pytest.approx(tide, rel=0.03)
-    assert transient(plan_settings(method=method("oneshot")), length) == pytest.approx(whole, rel=0.03)
+    assert transient(plan_settings(config, method=method("oneshot")), length) == pytest.approx(whole, rel=0.03)
 
 
 def transient(settings: PlanSettings, length: int) -> int:
@@ -132,3 +149,32 @@ def test_what_is_left_out_changes_nothing(
     assert len(whole) == 2 * layers + 2
     assert max(sum(phase.values()) for phase in few) == max(sum(phase.values()) for phase in whole)
     assert few[:2] == whole[:2] and few[-6:] == whole[-6:]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_real_answer_takes_what_is_simulated(tiny_model: Callable[..., Any], attention: str) -> None:
+    """To its last token, with sampling: where the answer and not the prefill is the highest moment too."""
+    new = 200
+    model = tiny_model(vocab_size=20_000, num_hidden_layers=3)
+    settings = plan_settings(
+        model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]},
+        dtype="float32",
+        attention=attention,
+        chunk_size=64,
+        score_block=64,
+        budget_tokens=80,
+        max_new_tokens=new,
+        device_kind="cpu",
+    )
+    engine = engine_settings(settings, 150, choose_attention(attention, torch.device("cpu")))
+    session = Session(model, frozenset())
+    prompt, _ = session.prefill(list(range(150)), engine)
+    meter = LiveMeter()
+    meter.watch([*model.parameters(), *model.buffers(), prompt.logits])
+    meter.watch(tensor for store in prompt.cache for tensor in (store.keys, store.values))
+    with meter:
+        tokens = list(session.generate(prompt, SamplingSettings(temperature=0.7, top_p=0.9, seed=1), new))
+    assert len(tokens) == new
+    simulated = sum(simulate(settings, 150)[-1].values())
+    measured = meter.peak_bytes - storage_bytes(model.parameters())
+    assert 0.99 * simulated <= measured <= simulated + 512

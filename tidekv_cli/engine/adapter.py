@@ -106,6 +106,7 @@ class ModelAdapter:
         _originals[name] = _originals.get(found, found)
         weakref.finalize(self, _unregister, name, weakref.ref(model))
         model.set_attn_implementation(name)
+        model.config.return_dict = True
 
     def _find_layers(self) -> nn.ModuleList:
         count = self.model.config.num_hidden_layers
@@ -175,7 +176,7 @@ class ModelAdapter:
         self._cache.logical_length = start
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         keywords = {self._cache_keyword: self._cache, **extra}
-        return self.model(input_ids=ids, position_ids=positions, use_cache=True, return_dict=True, **keywords)
+        return self.model(input_ids=ids, position_ids=positions, use_cache=True, **keywords)
 
     @contextmanager
     def _tapped(self, count: int, tap: Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]) -> Iterator[None]:
