@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tidekv_cli.assembly import engine_settings, torch_dtype
 from tidekv_cli.engine import ledger
 from tidekv_cli.engine.adapter import ModelAdapter
-from tidekv_cli.engine.attention import Attention, choose_attention
+from tidekv_cli.engine.attention import PLAIN, Attention, Rule, choose_attention
 from tidekv_cli.engine.decode import next_logits, sampling_weights
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings
@@ -36,7 +36,9 @@ class FlashStandIn:
 
     name = "flash-attn"
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, rule: Rule = PLAIN
+    ) -> tuple[Tensor, Tensor]:
         """See `Attention.attend`."""
         return torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
 

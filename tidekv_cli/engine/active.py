@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tidekv_cli.engine.adapter import KeysOnlyError
-from tidekv_cli.engine.attention import Attention
+from tidekv_cli.engine.attention import PLAIN, Attention, Rule
 from tidekv_cli.engine.ledger import ACTIVE_KV, book
 from tidekv_cli.engine.scoring import Observer
 
@@ -29,6 +29,7 @@ class ActiveKV:
         self._values: Tensor | None = None
         self._length = 0
         self._keys_only = False
+        self.rule = PLAIN
         self.after_attention: Callable[[], None] | None = None
 
     @property
@@ -72,11 +73,15 @@ class ActiveKV:
         held[:, :, self._length : self._length + rows.shape[2]] = rows
         return held
 
-    def attend(self, queries: Tensor, scale: float) -> Tensor:
-        """Output [1, Hq, n, D] of the chunk's queries over the prompt so far; the observer sees queries and LSE."""
-        out, lse = self._attention.attend(queries, self.keys, self.values, scale)
-        if self._observer is not None:
-            self._observer.catch(queries, lse, self._length - queries.shape[2], scale)
+    def attend(self, queries: Tensor, scale: float, rule: Rule) -> Tensor:
+        """Output [1, Hq, n, Dv] of the chunk's queries over the prompt so far; the observer sees queries and LSE.
+
+        `rule` is the layer's, and stays to be read after it.
+        """
+        self.rule = rule
+        out, lse = self._attention.attend(queries, self.keys, self.values, scale, rule)
+        if self._observer is not None and rule.visible.everything:
+            self._observer.catch(queries, lse, self._length - queries.shape[2], scale, rule.softcap)
         if self.after_attention is not None:
             self.after_attention()
         return out

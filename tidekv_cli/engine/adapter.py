@@ -10,7 +10,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,8 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.masking_utils import AttentionMaskInterface
 
+from tidekv_cli.engine.attention import Rule
+from tidekv_cli.engine.masks import CAUSAL, MaskFunction, Visible, visible
+from tidekv_cli.engine.rotary import MovingRotary
 from tidekv_cli.errors import ModelError
 
 _names = itertools.count()
@@ -33,7 +36,7 @@ class LayerCache(Protocol):
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Take keys and values [B, Hkv, n, D] of new tokens; return all [B, Hkv, L, D]."""
 
-    def attend(self, queries: Tensor, scale: float) -> Tensor:
+    def attend(self, queries: Tensor, scale: float, rule: Rule) -> Tensor:
         """Attention output [B, Hq, n, Dv] of the newest n tokens' queries."""
 
 
@@ -62,10 +65,14 @@ class _ReplayCache(Cache):
         self.targets: Sequence[LayerCache] = ()
         self.logical_length = 0
         self.active: LayerCache | None = None
+        self.keys: Tensor | None = None  # that attention must be given next
+        self.updates = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        self.updates += 1
         self.active = self.targets[layer_idx]
-        return self.active.append(key_states, value_states)
+        self.keys, values = self.active.append(key_states, value_states)
+        return self.keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.logical_length
@@ -81,13 +88,11 @@ class _ReplayCache(Cache):
         return -1
 
 
-def _causal_mask_only(*_: Any, mask_function: Callable[..., Any] | None = None, **__: Any) -> None:
-    """Stands for a mask: attention here is causal by construction, so any other rule is refused."""
-    if mask_function is not causal_mask_function:
-        raise ModelError(
-            "the model asks for an attention mask other than the causal one, which is not supported",
-            "use a model with full causal attention in every layer",
-        )
+def _mask(*_: Any, mask_function: MaskFunction, attention_mask: Tensor | None = None, **__: Any) -> Visible:
+    """Stands for a mask tensor on its way through the model to the attention of a layer."""
+    if attention_mask is not None:
+        raise ModelError("the model makes a padding mask of its own, which is not supported", "use another model")
+    return visible(mask_function)
 
 
 class ModelAdapter:
@@ -99,9 +104,11 @@ class ModelAdapter:
         parameters = inspect.signature(model.forward).parameters
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         self._cache = _ReplayCache()
+        self._rotary = MovingRotary(model)
+        self._longest: int | None = None
         name = f"tidekv_{next(_names)}"
         AttentionInterface.register(name, _attention_of(weakref.ref(self)))
-        AttentionMaskInterface.register(name, _causal_mask_only)
+        AttentionMaskInterface.register(name, _mask)
         found = model.config._attn_implementation
         _originals[name] = _originals.get(found, found)
         weakref.finalize(self, _unregister, name, weakref.ref(model))
@@ -128,10 +135,19 @@ class ModelAdapter:
         """Where the weights are."""
         return self.model.device
 
-    def bind(self, targets: Sequence[LayerCache]) -> None:
-        """Let layer i store into and attend over `targets[i]` from now on; `()` lets go of what was bound."""
+    def bind(self, targets: Sequence[LayerCache], prompt_length: int | None = None) -> None:
+        """Let layer i store into and attend over `targets[i]` from now on; `()` lets go of what was bound.
+
+        With `prompt_length` a prompt of that many tokens begins.
+        """
         self._cache.targets = targets
-        self._cache.active = None
+        self._cache.active = self._cache.keys = None
+        self._longest = None if prompt_length is None else prompt_length - 1
+        if prompt_length is not None:
+            self._rotary.reset()
+
+    def _whole_prompt_seen(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._longest is None else self._rotary.seeing(self._longest)
 
     def record(self, ids: Tensor, start: int, layer: int) -> LayerCall:
         """What `layer` would be given for tokens `ids` [1, n] at positions start..start+n.
@@ -155,12 +171,22 @@ class ModelAdapter:
         raise ModelError("the model's forward did not reach its layers", "use a supported architecture")
 
     def replay(self, layer: int, hidden: Tensor, call: LayerCall) -> Tensor | None:
-        """Run `layer` on `hidden` [B, n, d]; None if its cache wanted the keys and values only."""
+        """Run `layer` on `hidden` [B, n, d]; None if its cache wanted the keys and values only.
+
+        Raises `ModelError` for a layer that does anything but one update of its cache and one attention over it.
+        """
+        self._cache.updates = 0
         try:
-            out = self.layers[layer](hidden, *call.args, **call.kwargs)
+            with self._whole_prompt_seen():
+                out = self.layers[layer](hidden, *call.args, **call.kwargs)
         except KeysOnlyError:
             return None
-        return out[0] if isinstance(out, tuple) else out
+        if self._cache.updates != 1 or self._cache.keys is not None:
+            raise _unlike_others(self.model, f"updates its cache {self._cache.updates} times, or attends elsewhere")
+        out = out[0] if isinstance(out, tuple) else out
+        if out.shape != hidden.shape:
+            raise _unlike_others(self.model, f"gives {list(out.shape)} for hidden states of {list(hidden.shape)}")
+        return out
 
     def finish(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """Logits [V] in float32 after prompt `ids` [1, S], from the last row of `hidden` that left the last layer."""
@@ -176,7 +202,8 @@ class ModelAdapter:
         self._cache.logical_length = start
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         keywords = {self._cache_keyword: self._cache, **extra}
-        return self.model(input_ids=ids, position_ids=positions, use_cache=True, **keywords)
+        with self._whole_prompt_seen():
+            return self.model(input_ids=ids, position_ids=positions, use_cache=True, **keywords)
 
     @contextmanager
     def _tapped(self, count: int, tap: Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]) -> Iterator[None]:
@@ -190,6 +217,12 @@ class ModelAdapter:
                 attributes.pop("forward", None)
 
 
+def _unlike_others(model: PreTrainedModel, what: str) -> ModelError:
+    return ModelError(
+        f"a layer of {type(model).__name__} {what}, so it cannot be run chunk by chunk", "use a supported architecture"
+    )
+
+
 def _bound_tap(tap: Callable[..., Tensor], index: int) -> Callable[..., Tensor]:
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         if not args:
@@ -200,10 +233,28 @@ def _bound_tap(tap: Callable[..., Tensor], index: int) -> Callable[..., Tensor]:
 
 
 def _attention_of(adapter: weakref.ref[ModelAdapter]) -> Callable[..., tuple[Tensor, None]]:
-    def attention(module: nn.Module, query: Tensor, *_: Any, scaling: float, **__: Any) -> tuple[Tensor, None]:
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
         owner = adapter()
         assert owner is not None and owner._cache.active is not None
-        return owner._cache.active.attend(query, scaling).transpose(1, 2), None
+        mask = CAUSAL if attention_mask is None else attention_mask
+        if not isinstance(mask, Visible):
+            raise ModelError("a layer changes its attention mask, which is not supported", "use another model")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if key is not owner._cache.keys:
+            raise _unlike_others(owner.model, "attends to other keys than those of its cache")
+        owner._cache.keys = None
+        out = owner._cache.active.attend(query, scale, Rule(mask, softcap, s_aux))
+        return out.transpose(1, 2), None
 
     return attention
 

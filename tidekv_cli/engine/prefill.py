@@ -110,7 +110,7 @@ class LayerMajorPrefill:
         layers = len(self.adapter.layers)
         if self._whole:
             self._active.after_attention = self._evict
-        self.adapter.bind([self._active] * layers)
+        self.adapter.bind([self._active] * layers, self._length)
         try:
             hidden = None
             for layer in range(layers):
@@ -182,7 +182,9 @@ class LayerMajorPrefill:
 
     def _evict(self) -> None:
         """Keep the active layer's budget of rows in a store of its own and let go of the rest."""
-        observation = self._insist(self._observer.take) if self._observer is not None else None
+        observation = None
+        if self._observer is not None and self._active.rule.visible.everything:
+            observation = self._insist(self._observer.take)
         last_try = False
         while True:
             _, shortage = attempt(partial(self._compress, observation))
@@ -199,10 +201,9 @@ class LayerMajorPrefill:
 
     def _compress(self, observation: Observation | None) -> None:
         settings, active = self._settings, self._active
-        budget = min(settings.policy.layer_budget(len(self._cache)), self._length)
         began = time.perf_counter()
         with births_booked(SCORING):
-            selection = self._select(budget, observation)
+            selection = self._select(observation)
         self._scoring_s += time.perf_counter() - began
         store = DenseStore(active.keys, active.values, selection.indices, settings.slack, settings.attention)
         self._cache.append(store)
@@ -210,9 +211,13 @@ class LayerMajorPrefill:
             book(CACHE, selection.indices)
             self._kept.append(selection.indices)
 
-    def _select(self, budget: int, observation: Observation | None) -> Selection:
-        keys = self._active.keys[0]
-        if self._length <= self._settings.selector.mandatory_tokens:
+    def _select(self, observation: Observation | None) -> Selection:
+        """A layer that sees only some of the keys by its own rule keeps those: no selector has a say in it."""
+        keys, visible = self._active.keys[0], self._active.rule.visible
+        budget = min(self._settings.policy.layer_budget(len(self._cache)), self._length)
+        if visible.window is not None:
+            return shared_by_heads(span(max(self._length - visible.window + 1, 0), self._length, keys), keys.shape[0])
+        if visible.function is not None or self._length <= self._settings.selector.mandatory_tokens:
             return shared_by_heads(span(0, self._length, keys), keys.shape[0])
         return self._settings.selector.select(LayerView(keys, observation, self._score_block), budget)
 

@@ -24,11 +24,15 @@ Pooling = Literal["avg", "max"]
 
 @dataclass(slots=True)
 class Observation:
-    """What the last W queries saw: `queries` [Hq, W, D] and, where the backend gives it, `lse` [Hq, W] float32."""
+    """What the last W queries saw: `queries` [Hq, W, D] and, where the backend gives it, `lse` [Hq, W] float32.
+
+    `softcap` is the layer's, as `attention.Rule` has it.
+    """
 
     queries: Tensor
     lse: Tensor | None
     scale: float
+    softcap: float | None = None
 
 
 class Observer:
@@ -38,8 +42,9 @@ class Observer:
         self._first = length - min(window, length)
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}  # queries and LSE by their first position
         self._scale = 1.0
+        self._softcap: float | None = None
 
-    def catch(self, queries: Tensor, lse: Tensor, start: int, scale: float) -> None:
+    def catch(self, queries: Tensor, lse: Tensor, start: int, scale: float, softcap: float | None = None) -> None:
         """Keep what lies in the window of `queries` [1, Hq, n, D], whose first row has position `start`.
 
         What was caught from `start` on before, of a chunk that did not come to its end, is forgotten.
@@ -51,12 +56,12 @@ class Observer:
             del self._seen[stale]
         skip = max(self._first - start, 0)
         self._seen[start] = queries[0, :, skip:].clone(), lse[0, :, skip:].clone()
-        self._scale = scale
+        self._scale, self._softcap = scale, softcap
 
     def take(self) -> Observation:
         """The observation of the layer that just ended; the next layer starts empty."""
         queries, lse = zip(*self._seen.values(), strict=True)
-        taken = Observation(torch.cat(queries, 1), torch.cat(lse, 1), self._scale)
+        taken = Observation(torch.cat(queries, 1), torch.cat(lse, 1), self._scale, self._softcap)
         self._seen = {}
         return taken
 
@@ -77,7 +82,7 @@ def window_scores(keys: Tensor, observation: Observation, prefix: int, block: in
         stop = min(start + block, prefix)
         scores = lse.new_empty(keys.shape[0], stop - start)
         for at, to in _parts(start, stop, part):
-            weights = _logits(queries, keys[:, at:to], buffer).sub_(shift).exp_()
+            weights = _logits(queries, keys[:, at:to], buffer, observation.softcap).sub_(shift).exp_()
             weights = weights if weights.shape[1] == to - at else weights[:, : to - at]
             torch.sum(weights, 2, out=scores[:, at - start : to - start])
         yield scores
@@ -105,7 +110,9 @@ def window_lse(keys: Tensor, observation: Observation, prefix: int, block: int) 
     buffer = maximum.new_empty(heads, block + _TILE, rows)
     for start in range(0, keys.shape[1], block):
         part = keys[:, start : start + block]
-        logits = _logits(queries, part, buffer)[:, : part.shape[1]].transpose(1, 2)  # [Hkv, G W, n]
+        logits = _logits(queries, part, buffer, observation.softcap)[:, : part.shape[1]].transpose(
+            1, 2
+        )  # [Hkv, G W, n]
         if start + block > prefix:
             positions = start + torch.arange(part.shape[1], device=keys.device)
             logits.masked_fill_(positions[None, :] > last_seen[:, None], float("-inf"))
@@ -123,7 +130,7 @@ def _grouped(observation: Observation, kv_heads: int) -> Tensor:
     return (queries.float() * observation.scale).reshape(kv_heads, -1, queries.shape[-1])
 
 
-def _logits(queries: Tensor, keys: Tensor, buffer: Tensor) -> Tensor:
+def _logits(queries: Tensor, keys: Tensor, buffer: Tensor, softcap: float | None) -> Tensor:
     """Of queries [Hkv, D, R] and keys [Hkv, n, D]: [Hkv, n rounded up to a tile, R] float32 in `buffer`.
 
     Rows past n are zeros. Keys first, and a key's logits side by side: a tenth quicker than the other way round.
@@ -134,7 +141,8 @@ def _logits(queries: Tensor, keys: Tensor, buffer: Tensor) -> Tensor:
         keys = F.pad(keys, (0, 0, 0, ragged))
     shape = keys.shape[0], keys.shape[1], queries.shape[2]
     out = buffer if buffer.shape == shape else buffer.view(-1)[: math.prod(shape)].view(shape)
-    return torch.bmm(keys, queries, out=out)
+    torch.bmm(keys, queries, out=out)
+    return out if softcap is None else out.div_(softcap).tanh_().mul_(softcap)
 
 
 def pool_scores(blocks: Iterator[Tensor], kernel: int, pooling: Pooling) -> Iterator[Tensor]:

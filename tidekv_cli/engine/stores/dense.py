@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tidekv_cli.engine.attention import Attention
+from tidekv_cli.engine.attention import Attention, Rule
 from tidekv_cli.engine.ledger import CACHE, book
 
 
@@ -50,9 +50,9 @@ class DenseStore:
         self.length = stop
         return self.keys, self.values
 
-    def attend(self, queries: Tensor, scale: float) -> Tensor:
-        """Output [1, Hq, n, D] of the newest n tokens' queries over all filled rows."""
-        return self._attention.attend(queries, self.keys, self.values, scale)[0]
+    def attend(self, queries: Tensor, scale: float, rule: Rule) -> Tensor:
+        """Output [1, Hq, n, Dv] of the newest n tokens' queries over what `rule` leaves of the filled rows."""
+        return self._attention.attend(queries, self.keys, self.values, scale, rule)[0]
 
 
 def _gathered(rows: Tensor, indices: Tensor, slack: int) -> Tensor:
