@@ -16,15 +16,18 @@ class Estimate:
     decode_tokens_per_s: float | None
 
 
-def estimate(settings: PlanSettings, length: int) -> Estimate:
-    """The least time that a prompt of `length` tokens can take at the rates in `settings`."""
+def estimate(settings: PlanSettings, length: int, weight_bytes: int) -> Estimate:
+    """The least time that a prompt of `length` tokens can take at the rates in `settings`.
+
+    Unknown for a mixture of experts: how much of it a token uses is not looked at.
+    """
     rates = settings.rates
-    if rates.bandwidth_gb_s is None or rates.tflops is None:
+    if rates.bandwidth_gb_s is None or rates.tflops is None or any("expert" in key for key in settings.config):
         return Estimate(None, None)
     spec, item = settings.spec, ITEM_BYTES[settings.dtype]
     bandwidth, rate = rates.bandwidth_gb_s * 1e9, rates.tflops * 1e12
     embedding = spec.vocab_size * spec.hidden_size
-    in_layers = spec.parameters - embedding * (1 if spec.tied_embeddings else 2)
+    in_layers = weight_bytes // item - embedding * (1 if spec.tied_embeddings else 2)
     # Two operations a weight and token; queries times keys and weights times values over half of the S x S square.
     operations = 2 * in_layers * length + 2 * spec.layers * spec.heads * spec.head_dim * length**2
     passes = 1 if settings.method.schedule == "oneshot" else -(-length // settings.chunk_size)

@@ -30,7 +30,7 @@ Phases = list[dict[str, int]]
 
 
 class MemoryModel:
-    """Live bytes, weights left out, of one set of settings; each phase's items are those at its own peak."""
+    """Live bytes of one set of settings; each phase's items are those at its own peak."""
 
     def __init__(self, settings: PlanSettings, directory: Path | None) -> None:
         """`directory` keeps what was simulated; None keeps it for this object only."""
@@ -133,8 +133,9 @@ def _key(settings: PlanSettings) -> str:
 def _engine_digest() -> str:
     """Of the sources that a simulation runs: another engine takes other bytes."""
     package = Path(__file__).parent
+    beside = [package / f"{name}.py" for name in ("simulate", "few_layers", "assembly")]
     digest = hashlib.sha256()
-    for path in sorted([*(package / "engine").rglob("*.py"), package / "simulate.py", package / "assembly.py"]):
+    for path in sorted([*(package / "engine").rglob("*.py"), *beside]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from tidekv_cli.estimate import Estimate, estimate
 from tidekv_cli.memory_model import MemoryModel
 from tidekv_cli.plan_settings import PlanSettings
-from tidekv_cli.units import ITEM_BYTES
 
 _LONGEST = 1 << 40
 _FIRST_EAGER = 1024
@@ -66,7 +65,7 @@ class Plan:
     @property
     def estimate(self) -> Estimate:
         """The least time that it can take."""
-        return estimate(self.settings, self.prompt_tokens)
+        return estimate(self.settings, self.prompt_tokens, self.bytes.weights)
 
     @property
     def fits(self) -> bool:
@@ -108,9 +107,7 @@ class Planner:
         return self._items(self._model.peak(self._model.near(length)))
 
     def _items(self, peak: dict[str, int]) -> PlannedBytes:
-        settings = self.settings
-        weights = settings.spec.parameters * ITEM_BYTES[settings.dtype]
-        return PlannedBytes(**{**peak, "weights": weights, "reserve": sum(settings.reserve_items.values())})
+        return PlannedBytes(**peak, reserve=sum(self.settings.reserve_items.values()))
 
     def headroom(self, length: int) -> int:
         """Free memory, which must be known, less the peak as `bytes` tells it."""

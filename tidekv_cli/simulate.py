@@ -1,19 +1,17 @@
 """The real engine on fake tensors: exact live bytes by item for any prompt length, without memory, weights or a GPU.
 
-Layers of one kind are alike, so three stand for all: the first, the last and the one before it, which each layer left
-out raises by what one layer leaves behind. So are chunks: only the last ones are run.
+Layers of one kind are alike, so few stand for all (`few_layers.py`): each one left out raises what comes after it by
+what a layer of its kind leaves behind. So are chunks: only the last ones are run.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tidekv_cli.assembly import engine_settings, torch_dtype
 from tidekv_cli.engine import ledger
@@ -23,12 +21,10 @@ from tidekv_cli.engine.decode import next_logits, sampling_weights
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
-from tidekv_cli.errors import damage_named
+from tidekv_cli.few_layers import FAKE, few_layers
 from tidekv_cli.plan_settings import PlanSettings
 
-_LAYERS = 3
 _SAMPLING = SamplingSettings(temperature=1.0, top_p=0.5)
-_ANY_WINDOW = 1 << 20  # changes no size
 
 
 class FlashStandIn:
@@ -44,22 +40,21 @@ class FlashStandIn:
 
 
 def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[dict[str, int]]:
-    """Live bytes by item at the peak of each phase of a prompt of `length` tokens, weights left out.
+    """Live bytes by item at the peak of each phase of a prompt of `length` tokens; `weights` are the whole model's.
 
-    Phases are the chunks and the eviction of the first layer, of the last but one and of the last, then the logits of
-    the prompt's last token, then the last decoding step, with the sampling that takes most. `granularity` is what the
-    device's allocator rounds a block up to, in bytes.
+    Phases are the chunks and the eviction of each layer that stands for others, then the logits of the prompt's last
+    token, then the last decoding step, with the sampling that takes most. `granularity` is what the device's allocator
+    rounds a block up to, in bytes.
     """
-    layers = settings.spec.layers
-    few = min(layers, _LAYERS)
-    with FakeTensorMode(), torch.device("cpu"), torch.no_grad():
-        model = _fake_model(settings, few)
+    config = json.dumps(dict(settings.config), sort_keys=True)
+    few = few_layers(config, settings.spec.context_window, torch_dtype(settings))
+    with FAKE, torch.device("cpu"), torch.no_grad():
         ids = torch.zeros(1, length, dtype=torch.long)
         meter = LiveMeter(granularity)
-        meter.watch(model.parameters())
-        meter.watch([ids, *model.buffers()], ledger.WORKSPACE)
+        meter.watch(few.model.parameters())
+        meter.watch([ids, *few.model.buffers()], ledger.WORKSPACE)
         engine = engine_settings(settings, length, _attention(settings))
-        adapter = ModelAdapter(model)
+        adapter = ModelAdapter(few.model)
         prefill = _PhasedPrefill(adapter, ids, engine, meter)
         tail = prefill.last_chunks[-1][1] - max(settings.window, 1)
         prefill.chunks, prefill.last_chunks = _unlike(prefill.chunks, tail), _unlike(prefill.last_chunks, tail)
@@ -73,11 +68,11 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
                 store.length += more
             sampling_weights(next_logits(adapter, prompt, 0, length + more), _SAMPLING)
             phases.append(meter.peak)
-    if layers > few:
-        for phase in phases[2:]:
+    for number, phase in enumerate(phases):
+        for stand_in, count in few.left_out_before(number // 2):
             for item in ledger.ITEMS:
-                phase[item] += (live[2][item] - live[1][item]) * (layers - few)
-    return [{**phase, ledger.WEIGHTS: 0} for phase in phases]
+                phase[item] += (live[stand_in + 1][item] - live[stand_in][item]) * count
+    return [{**phase, ledger.WEIGHTS: few.weight_bytes} for phase in phases]
 
 
 class _PhasedPrefill(LayerMajorPrefill):
@@ -133,16 +128,3 @@ def _unlike(chunks: Sequence[tuple[int, int]], tail: int) -> list[tuple[int, int
     """All from the last three before `tail`: the first makes the buffers, another is whole, the last is shorter."""
     before = [chunk for chunk in chunks if chunk[1] <= tail]
     return before[-3:] + list(chunks[len(before) :])
-
-
-def _fake_model(settings: PlanSettings, layers: int) -> PreTrainedModel:
-    values = deepcopy(dict(settings.config))  # transformers writes into the parts of a config that it is given
-    for key in ("_attn_implementation", "torch_dtype", "dtype"):
-        values.pop(key, None)
-    values |= {"num_hidden_layers": layers, "attn_implementation": "eager"}
-    values["max_position_embeddings"] = settings.spec.context_window or _ANY_WINDOW
-    if values.get("layer_types"):
-        values["layer_types"] = list(values["layer_types"])[:layers]
-    with damage_named(f"the config of the {settings.spec.architecture} describes no model that can be built"):
-        config = AutoConfig.for_model(**values)
-        return AutoModelForCausalLM.from_config(config, dtype=torch_dtype(settings)).eval()

@@ -88,6 +88,23 @@ class _ReplayCache(Cache):
         return -1
 
 
+def find_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers: the one list of as many modules as the config says, of the class that is not split."""
+    count = model.config.num_hidden_layers
+    kinds = set(model._no_split_modules or ())
+    found = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and type(module[0]).__name__ in kinds
+    ]
+    if len(found) != 1:
+        raise ModelError(
+            f"{type(model).__name__} has {len(found)} lists of {count} decoder layers, one is needed",
+            "use a supported architecture",
+        )
+    return found[0]
+
+
 def _mask(*_: Any, mask_function: MaskFunction, attention_mask: Tensor | None = None, **__: Any) -> Visible:
     """Stands for a mask tensor on its way through the model to the attention of a layer."""
     if attention_mask is not None:
@@ -100,7 +117,7 @@ class ModelAdapter:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.layers = self._find_layers()
+        self.layers = find_layers(model)
         parameters = inspect.signature(model.forward).parameters
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         self._cache = _ReplayCache()
@@ -114,21 +131,6 @@ class ModelAdapter:
         weakref.finalize(self, _unregister, name, weakref.ref(model))
         model.set_attn_implementation(name)
         model.config.return_dict = True
-
-    def _find_layers(self) -> nn.ModuleList:
-        count = self.model.config.num_hidden_layers
-        kinds = set(self.model._no_split_modules or ())
-        found = [
-            module
-            for module in self.model.modules()
-            if isinstance(module, nn.ModuleList) and len(module) == count and type(module[0]).__name__ in kinds
-        ]
-        if len(found) != 1:
-            raise ModelError(
-                f"{type(self.model).__name__} has {len(found)} lists of {count} decoder layers, one is needed",
-                "use a supported architecture",
-            )
-        return found[0]
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,115 @@
+"""A model on fake tensors with few of its layers, which stand for all. Knows no engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tidekv_cli.engine.adapter import find_layers
+from tidekv_cli.errors import damage_named
+
+FAKE = FakeTensorMode()
+_ANY_WINDOW = 1 << 20  # changes no size
+_ROTATIONS = ("rope_parameters", "rope_scaling")
+_PLAIN_ROTATIONS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class FewLayers:
+    """`model` has the layers `kept` of the whole one: the first, the last, and between them the last of each kind.
+
+    `stand_ins` says for every layer of the whole model which place in `kept` is of its kind; `weight_bytes` are the
+    whole model's.
+    """
+
+    model: PreTrainedModel
+    kept: tuple[int, ...]
+    stand_ins: tuple[int, ...]
+    weight_bytes: int
+
+    def left_out_before(self, place: int) -> Iterator[tuple[int, int]]:
+        """For each stand-in, how many layers of its kind are left out before the layer at `place` in `kept`.
+
+        At the end of `kept` that is all of them.
+        """
+        stop = self.kept[place] if place < len(self.kept) else len(self.stand_ins)
+        left_out = [self.stand_ins[layer] for layer in range(stop) if layer not in self.kept]
+        return ((stand_in, left_out.count(stand_in)) for stand_in in sorted(set(left_out)))
+
+
+@lru_cache(maxsize=4)
+def few_layers(config: str, window: int | None, dtype: torch.dtype) -> FewLayers:
+    """Of the model of a Hugging Face `config`, as JSON. Raises `ModelError` where none can be built from it."""
+    with FAKE, torch.device("cpu"), torch.no_grad():
+        model = _whole_model(json.loads(config), window, dtype)
+        layers = find_layers(model)
+        count = len(layers)
+        kinds = [_kind(layer, model.config, index, count) for index, layer in enumerate(layers)]
+        last_of_kind = {kind: index for index, kind in enumerate(kinds) if 0 < index < count - 1}
+        kept = tuple(sorted({0, count - 1, *last_of_kind.values()}))
+        stand_ins = tuple(kept.index(last_of_kind.get(kind, index)) for index, kind in enumerate(kinds))
+        weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        _keep(model, layers, kept)
+    return FewLayers(model, kept, stand_ins, weight_bytes)
+
+
+def _whole_model(values: dict[str, Any], window: int | None, dtype: torch.dtype) -> PreTrainedModel:
+    for key in ("_attn_implementation", "torch_dtype", "dtype"):
+        values.pop(key, None)
+    for key in _ROTATIONS:
+        if not _plain(values.get(key)):  # others look at the values of positions, and take no more memory
+            del values[key]
+    values |= {"attn_implementation": "eager", "max_position_embeddings": window or _ANY_WINDOW}
+    with damage_named(f"the config of the {values.get('model_type')} model describes none that can be built"):
+        config = AutoConfig.for_model(**values)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def _plain(rotation: Any) -> bool:
+    """Whether every rotation in it, of which there may be one a type of layer, is of a plain type."""
+    if not isinstance(rotation, Mapping):
+        return True
+    kind = rotation.get("rope_type", rotation.get("type", "default"))
+    return kind in _PLAIN_ROTATIONS and all(_plain(inner) for inner in rotation.values())
+
+
+def _kind(layer: nn.Module, config: Any, index: int, count: int) -> Hashable:
+    """Equal for layers that take the same memory: classes, weights, settings, and what the config lists for each."""
+    weights = tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters())
+    settings = tuple(
+        (name, key, value)
+        for name, module in layer.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (int, float, str, type(None))) and not key.startswith("_") and key != "layer_idx"
+    )
+    listed = tuple((key, repr(value[index])) for key, value in _lists(config, count).items())
+    return type(layer).__name__, weights, settings, listed
+
+
+def _lists(config: Any, count: int) -> dict[str, list[Any]]:
+    """What `config` says of each layer by itself."""
+    return {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == count}
+
+
+def _keep(model: PreTrainedModel, layers: nn.ModuleList, kept: tuple[int, ...]) -> None:
+    """Leave only those layers, and tell config and layers so."""
+    config, count = model.config, len(layers)
+    for key, value in _lists(config, count).items():
+        setattr(config, key, [value[index] for index in kept])
+    config.num_hidden_layers = len(kept)
+    few = nn.ModuleList(layers[index] for index in kept)
+    for place, layer in enumerate(few):
+        for module in layer.modules():
+            if "layer_idx" in vars(module):
+                vars(module)["layer_idx"] = place
+    owners = [(owner, name) for owner in model.modules() for name, child in owner.named_children() if child is layers]
+    for owner, name in owners:
+        setattr(owner, name, few)
