@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from tidekv_cli.engine.attention import Eager, FlashCPU, choose_attention, merge
+from tidekv_cli.engine.attention import Eager, FlashCPU, Rule, choose_attention, merge
+from tidekv_cli.engine.masks import Visible
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.errors import UsageError
 
@@ -80,3 +83,64 @@ def test_choice() -> None:
     assert [choose_attention(name, cpu).name for name in ("sdpa", "eager")] == ["sdpa", "eager"]
     with pytest.raises(UsageError, match="flash-attn"):
         choose_attention("flash-attn", cpu)
+
+
+RULES = [
+    Rule(Visible(1)),
+    Rule(Visible(7)),
+    Rule(Visible(64)),
+    Rule(Visible(1000)),
+    Rule(softcap=2.0),
+    Rule(Visible(9), softcap=2.0),
+    Rule(sinks=torch.linspace(-2.0, 3.0, 6)),
+    Rule(Visible(9), 2.0, torch.linspace(-2.0, 3.0, 6)),
+    Rule(Visible(function=lambda batch, head, query, key: key // 8 == query // 8)),
+]
+
+
+def by_definition(queries: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Each query by itself, in float64; a sink is one more logit that has no value."""
+    first = keys.shape[2] - queries.shape[2]
+    group = queries.shape[1] // keys.shape[1]
+    out = torch.zeros(*queries.shape[:3], values.shape[3], dtype=torch.float64)
+    lse = torch.zeros(queries.shape[:3], dtype=torch.float64)
+    for head in range(queries.shape[1]):
+        for row in range(queries.shape[2]):
+            at = [k for k in range(first + row + 1) if sees(rule.visible, first + row, k)]
+            logits = keys[0, head // group, at].double() @ queries[0, head, row].double() * 0.3
+            if rule.softcap is not None:
+                logits = rule.softcap * torch.tanh(logits / rule.softcap)
+            more = logits if rule.sinks is None else torch.cat((logits, rule.sinks[head : head + 1].double()))
+            lse[0, head, row] = more.logsumexp(0)
+            weights = (logits - lse[0, head, row]).exp()
+            out[0, head, row] = weights @ values[0, head // group, at].double()
+    return out, lse
+
+
+def sees(visible: Visible, query: int, key: int) -> bool:
+    if visible.window is not None and query - key >= visible.window:
+        return False
+    return visible.function is None or bool(visible.function(0, 0, torch.tensor(query), torch.tensor(key)))
+
+
+@pytest.mark.parametrize("backend", [FlashCPU(), Eager()])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rows", "length", "width"), [(1, 40, 8), (5, 5, 8), (30, 70, 8), (30, 70, 4)])
+def test_every_rule_is_what_it_says(backend: Any, rule: Rule, rows: int, length: int, width: int) -> None:
+    torch.manual_seed(rows)
+    queries, keys = torch.randn(1, 6, rows, 8), torch.randn(1, 2, length, 8)
+    values = torch.randn(1, 2, length, width)
+    out, lse = backend.attend(queries, keys, values, 0.3, rule)
+    expected, expected_lse = by_definition(queries, keys, values, rule)
+    assert out.shape == expected.shape and (out - expected).abs().max() < 1e-5
+    assert (lse - expected_lse).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_at_a_time_change_nothing(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    queries, keys, values = torch.randn(1, 6, 50, 8), torch.randn(1, 2, 90, 8), torch.randn(1, 2, 90, 8)
+    whole = FlashCPU().attend(queries, keys, values, 0.3, rule)
+    monkeypatch.setattr("tidekv_cli.engine.attention._ROWS", 7)
+    for one, other in zip(FlashCPU().attend(queries, keys, values, 0.3, rule), whole, strict=True):
+        assert (one - other).abs().max() < 1e-6
