@@ -3,6 +3,7 @@ drive nor what any of them computes: only how to make one small, with every spec
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -78,12 +79,35 @@ _BASE: dict[str, Any] = {
 }
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_THREE_TO_ONE = [_SLIDING, _SLIDING, _SLIDING, _FULL]
+_COMPRESSED = "heavily_compressed_attention", "compressed_sparse_attention"
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}  # MLA: every head has keys of its own
-_SCALED = {
+_SCALED: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "logits_scaling": 4.0,
     "residual_multiplier": 0.5,
     "attention_multiplier": 0.2,
+}
+
+_INKLING: dict[str, Any] = {
+    "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid_sliding", "hybrid"],
+    "unpadded_vocab_size": 128,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "sliding_window_size": WINDOW,
+    "d_rel": 8,
+    "rel_extent": 64,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
 }
 
 
@@ -102,7 +126,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "axk2": {**_LATENT, "gated_norm_rank": 8},
     "bailing_hybrid": {**_LATENT, "layer_group_size": 4},
     "bamba": {"attn_layer_indices": [2]},
-    "beam": {"layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL], "final_logit_softcapping": 5.0},
+    "beam": {"layer_types": _THREE_TO_ONE, "final_logit_softcapping": 5.0},
     "biogpt": {},
     "bitnet": {},
     "bloom": {},
@@ -111,28 +135,24 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cohere2": {"logit_scale": 0.25},
     "cohere2_moe": {"logit_scale": 0.25},
     "cohere_compass_text": {
-        "layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL],
+        "layer_types": _THREE_TO_ONE,
         "logit_scale": 0.25,
         "rope_parameters": {_FULL: _rope(1e4), _SLIDING: _rope(1e3)},
     },
     "ctrl": {"n_positions": 512, "dff": 96},
     "cwm": {},
     "dbrx": {
+        "d_model": 64,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
-        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _LATENT,
     "deepseek_v4": {
         "num_key_value_heads": 1,
-        "layer_types": [
-            "heavily_compressed_attention",
-            "compressed_sparse_attention",
-            "compressed_sparse_attention",
-            "heavily_compressed_attention",
-        ],
-        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+        "layer_types": [_COMPRESSED[0], _COMPRESSED[1], _COMPRESSED[1], _COMPRESSED[0]],
+        "compress_rates": {_COMPRESSED[0]: 16, _COMPRESSED[1]: 4},
         "o_groups": 2,
         "o_lora_rank": 8,
         "index_topk": 4,
@@ -159,7 +179,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "swa_head_dim": 16,
     },
     "ernie4_5": {"use_bias": True},
-    "ernie4_5_moe": {"use_bias": True, "moe_intermediate_size": 32},
+    "ernie4_5_moe": {"use_bias": True},
     "exaone": {},
     "exaone4": {},
     "exaone_moe": {},
@@ -180,12 +200,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 5.0,
     },
     "gemma4_text": {
-        "layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL],
+        "layer_types": _THREE_TO_ONE,
         "global_head_dim": 32,
         "vocab_size_per_layer_input": 128,
         "hidden_size_per_layer_input": 8,
     },
-    "gemma4_unified_text": {"layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL], "global_head_dim": 32},
+    "gemma4_unified_text": {"layer_types": _THREE_TO_ONE, "global_head_dim": 32},
     "glm": {},
     "glm4": {},
     "glm4_moe": {"use_qk_norm": True},
@@ -196,17 +216,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "gpt_neox": {},
     "gpt_neox_japanese": {},
-    "gpt_oss": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 16.0,
-            "original_max_position_embeddings": 32,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-        }
-    },
+    "gpt_oss": {"rope_parameters": {**_YARN, "truncate": False}},
     "gptj": {"rotary_dim": 8},
     "granite": _SCALED,
     "granite_swa": {**_SCALED, "layer_rope_theta": [0, 1e4, 1e3, 1e4]},
@@ -215,49 +225,28 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_SCALED, "layer_types": [_LINEAR, _LINEAR, _FULL, _LINEAR]},
     "granitemoeshared": _SCALED,
     "helium": {},
-    "hrm_text": {"prefix_lm": False},
+    "hrm_text": {"prefix_lm": False, "initializer_range": 0.1},
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {},
     "hy_v3": {},
     "hy_v4": _LATENT,
     "hyperclovax": _SCALED,
     "inkling2_loop_text": {
-        "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid_sliding", "hybrid"],
-        "unpadded_vocab_size": 128,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 16,
-        "sliding_window_size": WINDOW,
-        "d_rel": 8,
-        "rel_extent": 64,
+        **_INKLING,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+        "loop_gate_rank": 8,
     },
-    "inkling2_text": {
-        "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid_sliding", "hybrid"],
-        "unpadded_vocab_size": 128,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 16,
-        "sliding_window_size": WINDOW,
-        "d_rel": 8,
-        "rel_extent": 64,
-    },
-    "inkling_text": {
-        "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid_sliding", "hybrid"],
-        "unpadded_vocab_size": 128,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 16,
-        "sliding_window_size": WINDOW,
-        "d_rel": 8,
-        "rel_extent": 64,
-    },
+    "inkling2_text": {**_INKLING, "n_layers_per_attn_res_block": 2},
+    "inkling_text": _INKLING,
     "internlm3": {},
     "iquestcoder": {},
     "jais2": {},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
     "jetmoe": {"kv_channels": 16},
     "kimi_linear": {**_LATENT, "layer_types": [_LINEAR, _LINEAR, _FULL, _LINEAR]},
-    "kolibri1": {"layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL]},
+    "kolibri1": {"layer_types": _THREE_TO_ONE},
     "laguna": {"layer_types": [_FULL, _SLIDING, _SLIDING, _FULL], "num_attention_heads_per_layer": [4, 8, 8, 4]},
     "lara_mini": {},
     "lfm2": {"layer_types": ["conv", _FULL, "conv", _FULL]},
@@ -271,7 +260,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "intermediate_size_mlp": 96,
     },
     "longcat_flash": {**_LATENT, "num_layers": 2, "zero_expert_num": 2},
-    "mellum": {"layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL]},
+    "mellum": {"layer_types": _THREE_TO_ONE},
     "mimo_v2_flash": {
         "layer_types": [_FULL, _SLIDING, _SLIDING, _FULL],
         "rope_parameters": {_FULL: _rope(1e4, 0.5), _SLIDING: _rope(1e3, 0.5)},
@@ -287,20 +276,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "index_topk_blocks": 3,
     },
     "ministral": {"layer_types": [_FULL, _SLIDING, _SLIDING, _SLIDING]},
-    "ministral3": {
-        "sliding_window": None,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 16.0,
-            "original_max_position_embeddings": 32,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "llama_4_scaling_beta": 0.1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    },
+    "ministral3": {"sliding_window": None, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}},
     "mistral": {},
     "mixtral": {"sliding_window": None},
     "modernbert-decoder": {},
@@ -382,7 +358,7 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     default = kind()
     known = {*default.to_dict(), *default.attribute_map}
     shared = {name: value for name, value in _BASE.items() if name in known}
-    return kind(**{**shared, **ARCHITECTURES[model_type], **changes})
+    return kind(**{**shared, **deepcopy(ARCHITECTURES[model_type]), **changes})  # configs rewrite what they are given
 
 
 def tiny_architecture(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
