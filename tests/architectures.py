@@ -62,7 +62,7 @@ _BASE: dict[str, Any] = {
     "v_head_dim": 12,
     "index_topk": WINDOW,
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # with few, many index scores are exactly zero and the choice among them is arbitrary
     # Recurrent layers of hybrids
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
