@@ -272,6 +272,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "layer_types": [_FULL, "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"],
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         "rotary_dim": 8,
+        "index_n_heads": 2,  # one for each key-value head
         "index_block_size": 8,
         "index_topk_blocks": 3,
     },
