@@ -67,8 +67,8 @@ class ActiveKV:
     def _stored(self, held: Tensor | None, rows: Tensor) -> Tensor:
         if not self._reused:
             return rows if held is None else torch.cat((held, rows), 2)
-        if held is None:
-            _, heads, _, size = rows.shape
+        _, heads, _, size = rows.shape
+        if held is None or (held.shape[1], held.shape[3]) != (heads, size):  # layers of some models differ in them
             held = rows.new_empty(1, heads, self._capacity, size)
         held[:, :, self._length : self._length + rows.shape[2]] = rows
         return held

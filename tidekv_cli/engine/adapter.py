@@ -256,7 +256,7 @@ def _attention_of(adapter: weakref.ref[ModelAdapter]) -> Callable[..., tuple[Ten
             raise _unlike_others(owner.model, "attends to other keys than those of its cache")
         owner._cache.keys = None
         out = owner._cache.active.attend(query, scale, Rule(mask, softcap, s_aux))
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None
 
     return attention
 
