@@ -35,7 +35,7 @@ def plan_settings(config: Mapping[str, Any] | None = None, **changes: Any) -> Pl
     chosen = changes.get("method", method())
     values = changes.get("selector_settings", SELECTORS[chosen.selector].settings({}))
     base = PlanSettings(
-        spec=spec_from_config(config, "test", runnable=False),
+        spec=spec_from_config(config, "test"),
         method=chosen,
         dtype="bfloat16",
         chunk_size=2048,

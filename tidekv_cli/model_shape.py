@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tidekv_cli.catalog import shape_of
-from tidekv_cli.model_spec import ModelSpec, inspect_model, plannable_config, read_config, spec_from_config
+from tidekv_cli.model_spec import ModelSpec, inspect_model, read_config, spec_from_config
 from tidekv_cli.sources import Note, hub_config_directory, hub_repository, resolve_model
 
 
 def model_shape(name: str, environ: Mapping[str, str], offline: bool, note: Note) -> tuple[ModelSpec, dict[str, Any]]:
-    """Shapes and Hugging Face config of the model called `name`, of architectures that can be planned or run.
+    """Shapes and Hugging Face config of the model called `name`, of architectures that are supported.
 
     An alias answers from the shape that is shipped with it, a directory or file from its header, a hub id from its
     config.json, which is fetched if it is not on disk. Raises `ModelError` as `resolve_model` and `inspect_model` do.
@@ -24,5 +24,5 @@ def model_shape(name: str, environ: Mapping[str, str], offline: bool, note: Note
             config = read_config(hub_config_directory(repository, offline, note))
         else:
             path = resolve_model(name, environ, offline, note).path
-            config, source = inspect_model(path, runnable=False).config, str(path)
-    return spec_from_config(config, source, runnable=False), plannable_config(config)
+            config, source = inspect_model(path).config, str(path)
+    return spec_from_config(config, source), dict(config)

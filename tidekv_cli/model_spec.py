@@ -12,25 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidekv_cli.architectures import REFUSED, SUPPORTED
 from tidekv_cli.errors import ModelError
 from tidekv_cli.gguf_config import config_from_gguf
 from tidekv_cli.gguf_file import GgufFile, read_gguf
 
-# By architecture, its `model_type`. Each is proven against the plain model by tests/test_adapter.py.
-SUPPORTED_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-# Their sizes are known, so they can be planned; running them is refused.
-PLANNABLE_ARCHITECTURES = {**SUPPORTED_ARCHITECTURES, "Phi3ForCausalLM": "phi3", "GemmaForCausalLM": "gemma"}
-# Frequencies of the other rope types depend on the longest position seen, so chunks would differ from the whole.
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_QKV_BIAS = ("Qwen2ForCausalLM",)
-_HEAD_NORM = ("Qwen3ForCausalLM",)
 _MOST = 1e300
-_HEAD_DIM = {"Qwen3ForCausalLM": 128, "GemmaForCausalLM": 256}  # where the config states none
+_ALSO = {  # what older configs call it
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +33,12 @@ class ModelSpec:
     architecture: str
     layers: int
     hidden_size: int
-    intermediate_size: int
     heads: int
     kv_heads: int
     head_dim: int
     vocab_size: int
     context_window: int | None
     tied_embeddings: bool
-    attention_bias: bool = False
-    qkv_bias: bool = False
-    mlp_bias: bool = False
-    head_norm: bool = False
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights, tied embeddings counted once."""
-        d, width = self.hidden_size, self.intermediate_size
-        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        layer = d * (query + 2 * kv) + query * d + 3 * d * width + 2 * d
-        layer += (query + 2 * kv + d) * self.attention_bias + (query + 2 * kv) * self.qkv_bias
-        layer += (2 * width + d) * self.mlp_bias + 2 * self.head_dim * self.head_norm
-        embeddings = self.vocab_size * d * (1 if self.tied_embeddings else 2)
-        return self.layers * layer + embeddings + d
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +54,14 @@ class ModelFiles:
     gguf: GgufFile | None
 
 
-def inspect_model(path: Path, runnable: bool = True) -> ModelFiles:
-    """Read the shapes of the model at `path`. Raises `ModelError` for what is missing, damaged or unsupported.
-
-    `runnable` is as for `spec_from_config`.
-    """
+def inspect_model(path: Path) -> ModelFiles:
+    """Read the shapes of the model at `path`. Raises `ModelError` for what is missing, damaged or unsupported."""
     if path.is_dir():
         gguf, config = None, read_config(path)
     else:
         gguf = read_gguf(path)
         config = config_from_gguf(gguf)
-    return ModelFiles(path, spec_from_config(config, str(path), runnable), config, gguf)
+    return ModelFiles(path, spec_from_config(config, str(path)), config, gguf)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -107,14 +81,13 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def spec_from_config(config: Mapping[str, Any], source: str, runnable: bool = True) -> ModelSpec:
+def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
     """Validate a Hugging Face config and take its shapes.
 
-    Raises `ModelError`, naming the architecture, for anything that this version would compute wrongly, or without
-    `runnable` only for what it would plan wrongly.
+    Raises `ModelError`, naming the architecture, for anything that this version would compute wrongly.
     """
     values = _Values(config, source)
-    architecture = _architecture(values, runnable)
+    architecture = _architecture(values)
     quantisation = config.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
@@ -122,57 +95,32 @@ def spec_from_config(config: Mapping[str, Any], source: str, runnable: bool = Tr
             f"{source} is quantised with {method}, which is not supported yet",
             "use the unquantised safetensors checkpoint or a GGUF file",
         )
-    _refuse_rope(values, runnable)
+    _check_rotation(values)
     layers = values.size("num_hidden_layers")
-    if _uses_sliding_window(values, architecture, layers, runnable):
-        raise ModelError(
-            f"{source} has sliding-window layers (window {config.get('sliding_window')}), not supported yet",
-            "use a model with full attention in every layer",
-        )
+    layer_types = values.texts("layer_types")
+    if layer_types and len(layer_types) != layers:
+        raise values.wrong("layer_types", f"a list of {layers} names, one for each layer")
     if values.number("rms_norm_eps", 1e-6) < 0:
         raise values.wrong("rms_norm_eps", "a number, at least 0")
     hidden, heads = values.size("hidden_size"), values.size("num_attention_heads")
     kv_heads = values.size("num_key_value_heads", heads)
-    head_dim = values.size("head_dim", _HEAD_DIM.get(architecture, hidden // heads))
-    if head_dim % 2:
+    head_dim = values.size("head_dim", hidden // heads)
+    if head_dim % 2 or heads % kv_heads:
         raise ModelError(
-            f"the config of {source} has impossible shapes: heads of {head_dim}, which must be even to be rotated",
+            f"the config of {source} has impossible shapes: {heads}/{kv_heads} heads of {head_dim}",
             "fetch or copy the model again",
-        )
-    if heads % kv_heads:
-        raise ModelError(
-            f"the config of {source} has impossible shapes: {heads}/{kv_heads} heads", "fetch or copy the model again"
         )
     return ModelSpec(
         architecture=architecture,
         layers=layers,
         hidden_size=hidden,
-        intermediate_size=values.size("intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=values.size("vocab_size"),
         context_window=_window(values.number("max_position_embeddings", 0.0)),
-        tied_embeddings=values.flag("tie_word_embeddings", architecture == "GemmaForCausalLM"),
-        attention_bias=values.flag("attention_bias"),
-        qkv_bias=architecture in _QKV_BIAS,
-        mlp_bias=values.flag("mlp_bias"),
-        head_norm=architecture in _HEAD_NORM,
+        tied_embeddings=values.flag("tie_word_embeddings"),
     )
-
-
-def plannable_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config that `spec_from_config` took, without what cannot be run and changes no size.
-
-    That is a rotation whose type is not supported, and a sliding window as long as the longest context.
-    """
-    planned = dict(config)
-    for key in ("rope_parameters", "rope_scaling"):
-        if _rope_type(planned.get(key) or {}) not in SUPPORTED_ROPE_TYPES:
-            del planned[key]
-    if _window_is_whole(planned):
-        planned["sliding_window"] = None
-    return planned
 
 
 class _Values:
@@ -188,9 +136,14 @@ class _Values:
             f"the config of {self.source} has {key}: {found}; it must be {allowed}", "fetch or copy the model again"
         )
 
+    def found(self, key: str) -> Any:
+        """What the config says under `key`, or under one of its older names."""
+        given = (self.config.get(name) for name in (key, *_ALSO.get(key, ())))
+        return next((value for value in given if value is not None), None)
+
     def size(self, key: str, default: int | None = None) -> int:
         """A whole number, at least 1."""
-        value = self.config.get(key)
+        value = self.found(key)
         value = default if value is None else value
         if type(value) is not int or value < 1:
             raise self.wrong(key, "a whole number, at least 1")
@@ -198,7 +151,7 @@ class _Values:
 
     def number(self, key: str, default: float) -> float:
         """A finite number."""
-        value = self.config.get(key)
+        value = self.found(key)
         value = default if value is None else value
         if type(value) not in (int, float) or not -_MOST < value < _MOST:  # NaN is neither
             raise self.wrong(key, "a number")
@@ -227,16 +180,18 @@ class _Values:
         return value
 
 
-def _architecture(values: _Values, runnable: bool) -> str:
-    known = SUPPORTED_ARCHITECTURES if runnable else PLANNABLE_ARCHITECTURES
-    architecture = (values.texts("architectures") or ["none stated"])[0]
-    if architecture not in known:
+def _architecture(values: _Values) -> str:
+    architecture, kind = (values.texts("architectures") or ["none stated"])[0], values.config.get("model_type")
+    if not isinstance(kind, str) or SUPPORTED.get(kind) != architecture:
+        why = REFUSED.get(kind) if isinstance(kind, str) else None
+        known = architecture in SUPPORTED.values()
         raise ModelError(
-            f"{values.source} is of architecture {architecture}, which is not supported",
-            f"supported are {', '.join(known)}",
+            f"{values.source} is of architecture {architecture}, model_type {kind}, which is not supported"
+            + (f": {why}" if why else ""),
+            "its model_type must be that of the architecture"
+            if known
+            else "docs/architectures.md lists those that are",
         )
-    if values.config.get("model_type") != known[architecture]:
-        raise values.wrong("model_type", f"{known[architecture]!r} for a {architecture}")
     return architecture
 
 
@@ -245,40 +200,8 @@ def _window(tokens: float) -> int | None:
     return int(tokens) if 0 < tokens < 1e9 else None
 
 
-def _refuse_rope(values: _Values, runnable: bool) -> None:
+def _check_rotation(values: _Values) -> None:
     rope = values.mapping("rope_parameters") or values.mapping("rope_scaling")
-    kind = _rope_type(rope)
-    if runnable and kind not in SUPPORTED_ROPE_TYPES:
-        raise ModelError(
-            f"{values.source} uses rope type {kind!r}, which is not supported yet",
-            f"supported rope types are {', '.join(SUPPORTED_ROPE_TYPES)}",
-        )
     for config in (values, _Values(rope, values.source)):
-        if config.number("partial_rotary_factor", 1.0) != 1.0:
-            raise config.wrong("partial_rotary_factor", "1: rotating a part of each head is not supported")
         if config.number("rope_theta", 10000.0) <= 0:
             raise config.wrong("rope_theta", "a number above 0")
-
-
-def _rope_type(rope: Mapping[str, Any]) -> Any:
-    return rope.get("rope_type", rope.get("type", "default"))
-
-
-def _uses_sliding_window(values: _Values, architecture: str, layers: int, runnable: bool) -> bool:
-    config, layer_types = values.config, values.texts("layer_types")
-    if layer_types:
-        if len(layer_types) != layers:
-            raise values.wrong("layer_types", f"a list of {layers} names, one for each layer")
-        return any(kind != "full_attention" for kind in layer_types)
-    switched_off = config.get("use_sliding_window") is False
-    # Mistral's config class has a window of 4096 where the file states none.
-    default = 4096 if architecture == "MistralForCausalLM" else None
-    if switched_off or config.get("sliding_window", default) is None:
-        return False
-    return runnable or not _window_is_whole(config)
-
-
-def _window_is_whole(config: Mapping[str, Any]) -> bool:
-    """Whether the sliding window holds the longest context, and so is none."""
-    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
-    return type(window) is int and type(longest) is int and window >= longest > 0

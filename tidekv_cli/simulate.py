@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tidekv_cli.assembly import engine_settings, torch_dtype
 from tidekv_cli.engine import ledger
@@ -39,6 +40,15 @@ class FlashStandIn:
         return torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
 
 
+class _GroupedProducts(TorchDispatchMode):
+    """Experts' products of a mixture: torch knows their shape on fake tensors for bfloat16 only."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].ndim == 2:
+            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
 def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[dict[str, int]]:
     """Live bytes by item at the peak of each phase of a prompt of `length` tokens; `weights` are the whole model's.
 
@@ -48,7 +58,7 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
     """
     config = json.dumps(dict(settings.config), sort_keys=True)
     few = few_layers(config, settings.spec.context_window, torch_dtype(settings))
-    with FAKE, torch.device("cpu"), torch.no_grad():
+    with FAKE, _GroupedProducts(), torch.device("cpu"), torch.no_grad():
         ids = torch.zeros(1, length, dtype=torch.long)
         meter = LiveMeter(granularity)
         meter.watch(few.model.parameters())

@@ -56,6 +56,8 @@ class ActiveKV:
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Take a chunk's rows. Raises `KeysOnlyError` when the rest of the layer is not wanted."""
+        if self._reused and not (_alike(self._keys, keys) and _alike(self._values, values)):
+            self._keys = self._values = None  # layers of some models differ in their shapes: first let go, then take
         self._keys = self._stored(self._keys, keys)
         self._values = self._stored(self._values, values)
         self._length += keys.shape[2]
@@ -67,8 +69,8 @@ class ActiveKV:
     def _stored(self, held: Tensor | None, rows: Tensor) -> Tensor:
         if not self._reused:
             return rows if held is None else torch.cat((held, rows), 2)
-        _, heads, _, size = rows.shape
-        if held is None or (held.shape[1], held.shape[3]) != (heads, size):  # layers of some models differ in them
+        if held is None:
+            _, heads, _, size = rows.shape
             held = rows.new_empty(1, heads, self._capacity, size)
         held[:, :, self._length : self._length + rows.shape[2]] = rows
         return held
@@ -85,3 +87,7 @@ class ActiveKV:
         if self.after_attention is not None:
             self.after_attention()
         return out
+
+
+def _alike(held: Tensor | None, rows: Tensor) -> bool:
+    return held is not None and (held.shape[1], held.shape[3]) == (rows.shape[1], rows.shape[3])

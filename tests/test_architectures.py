@@ -1,0 +1,151 @@
+"""Every supported architecture against the plain model, and those that are refused by name.
+
+What is found also makes docs/architectures.md: `pytest tests/test_architectures.py --architectures-table`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.architectures import ARCHITECTURES, tiny_architecture, tiny_config
+from tests.cli_runner import run_cli
+from tests.planning import method, plan_settings
+from tests.references import cache_keyword, storage_bytes
+from tidekv_cli.architectures import REFUSED, SUPPORTED
+from tidekv_cli.assembly import engine_settings
+from tidekv_cli.engine.attention import FlashCPU, choose_attention
+from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.prefill import PrefillSettings
+from tidekv_cli.engine.sampling import SamplingSettings
+from tidekv_cli.engine.selectors.snapkv import SnapKV
+from tidekv_cli.engine.session import Session
+from tidekv_cli.model_spec import spec_from_config
+from tidekv_cli.simulate import simulate
+
+LENGTH, NEW = 90, 6
+# Models whose plain attention kernels differ from each other by more than rounding of one product does.
+NOISY = {"ministral": 3e-5, "qwen2_moe": 3e-5}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def prompt_ids(seed: int = 0) -> list[int]:
+    return torch.randint(1, 128, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def settings(chunk: int, budget: int = LENGTH) -> PrefillSettings:
+    return PrefillSettings("tide", SnapKV(window=8), Uniform(budget), FlashCPU(), chunk, 64, NEW)
+
+
+@torch.no_grad()
+def plain(model: Any, ids: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """Last logits and greedy tokens of the model as it comes, with its own cache."""
+    model.set_attn_implementation("eager")
+    cache = DynamicCache(config=model.config)
+    fed, tokens, first = torch.tensor([ids]), [], torch.empty(0)
+    for _ in range(NEW):
+        logits = model(input_ids=fed, use_cache=True, **{cache_keyword(model): cache}).logits[0, -1]
+        first = first if tokens else logits
+        tokens.append(int(logits.argmax()))
+        fed = torch.tensor([[tokens[-1]]])
+    return first, tokens
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_equals_the_plain_model(kind: str) -> None:
+    model, ids = tiny_architecture(kind), prompt_ids()
+    logits, tokens = plain(model, ids)
+    session = Session(model, frozenset())
+    for chunk in (32, 7):  # neither divides the prompt
+        prompt, _ = session.prefill(ids, settings(chunk))
+        error = ((prompt.logits - logits).abs().max() / logits.abs().max()).item()
+        assert error < NOISY.get(kind, 1e-5)
+        assert list(session.generate(prompt, SamplingSettings(), NEW)) == tokens
+
+
+@torch.no_grad()
+def plain_with_kept_rows(model: Any, ids: list[int], kept: list[torch.Tensor], tokens: list[int]) -> list[torch.Tensor]:
+    """Logits after each of `tokens` where the plain model's cache is cut to the rows that were kept."""
+    model.set_attn_implementation("eager")
+    name, cache = cache_keyword(model), DynamicCache(config=model.config)
+    model(input_ids=torch.tensor([ids]), use_cache=True, **{name: cache})
+    for layer, rows in zip(cache.layers, kept, strict=True):
+        if layer.keys.shape[2] == len(ids):  # a layer with a window of its own keeps what it keeps
+            picked = rows[None, :, :, None]
+            layer.keys = layer.keys.gather(2, picked.expand(-1, -1, -1, layer.keys.shape[-1]))
+            layer.values = layer.values.gather(2, picked.expand(-1, -1, -1, layer.values.shape[-1]))
+    found = []
+    for position, token in enumerate(tokens, len(ids)):
+        fed, place = torch.tensor([[token]]), torch.tensor([[position]])
+        found.append(model(input_ids=fed, position_ids=place, use_cache=True, **{name: cache}).logits[0, -1])
+    return found
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_an_evicted_run_equals_one_that_evicts_in_the_plain_model(kind: str) -> None:
+    model, ids = tiny_architecture(kind), prompt_ids(1)
+    session = Session(model, frozenset())
+    prompt, _ = session.prefill(ids, settings(32, budget=40))
+    tokens = list(session.generate(prompt, SamplingSettings(), NEW))
+    expected = plain_with_kept_rows(model, ids, prompt.kept, tokens)
+    assert tokens[1:] == [int(logits.argmax()) for logits in expected[:-1]]
+    lengths = {rows.shape[1] for rows in prompt.kept}
+    assert lengths <= {40, 23, LENGTH} and (40 in lengths or kind in ("mistral", "phi3", "starcoder2"))
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_takes_what_is_simulated(kind: str) -> None:
+    model = tiny_architecture(kind)
+    config = {**model.config.to_dict(), "architectures": [SUPPORTED[kind]]}
+    case = plan_settings(
+        config,
+        method=method("tide"),
+        dtype="float32",
+        chunk_size=32,
+        score_block=64,
+        budget_tokens=40,
+        max_new_tokens=2,
+        device_kind="cpu",
+    )
+    engine = engine_settings(case, LENGTH, choose_attention("sdpa", torch.device("cpu")))
+    _, live = Session(model, frozenset()).prefill(prompt_ids(), engine)
+    phases = simulate(case, LENGTH)[:-1]
+    weights = storage_bytes(model.parameters())
+    assert phases[0]["weights"] == weights
+    simulated = max(sum(phase.values()) for phase in phases) - weights
+    assert live - weights == pytest.approx(simulated, rel=0.01)
+
+
+def test_each_name_is_one_of_transformers() -> None:
+    assert all(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] == name for kind, name in SUPPORTED.items())
+    assert not SUPPORTED.keys() & REFUSED.keys() and REFUSED.keys() <= MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    assert ARCHITECTURES.keys() <= SUPPORTED.keys() | REFUSED.keys() and len(SUPPORTED) >= 50
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_a_config_of_each_is_taken(kind: str) -> None:
+    config = tiny_config(kind)
+    spec = spec_from_config({**config.to_dict(), "architectures": [SUPPORTED[kind]]}, kind)
+    assert (spec.layers, spec.vocab_size) == (config.num_hidden_layers, config.vocab_size)
+
+
+@pytest.mark.parametrize("kind", sorted(REFUSED.keys() & ARCHITECTURES.keys()))
+def test_others_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    config = {**tiny_config(kind).to_dict(), "architectures": [name], "model_type": kind}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
+    (tmp_path / "doc.txt").write_text("The tide turns twice a day.\n", encoding="utf-8")
+    run_cli("run", str(tmp_path / "doc.txt"), "-m", str(tmp_path)).assert_error(3, name, REFUSED[kind])
