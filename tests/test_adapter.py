@@ -16,7 +16,6 @@ from tidekv_cli.engine.attention import Eager, FlashCPU
 from tidekv_cli.engine.budgets import Uniform
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
-from tidekv_cli.engine.selectors.keep_all import KeepAll
 from tidekv_cli.engine.selectors.snapkv import SnapKV
 from tidekv_cli.engine.session import Session
 from tidekv_cli.errors import ModelError
@@ -121,10 +120,49 @@ def test_registry_entries_go_with_the_adapter(tiny_model: Callable[..., Any]) ->
     assert model.config._attn_implementation == found
 
 
-def test_another_mask_is_refused_not_ignored(tiny_model: Callable[..., Any], ids: list[int]) -> None:
-    session = Session(tiny_model("mistral", sliding_window=16), frozenset())
-    with pytest.raises(ModelError, match="mask"):
-        session.prefill(ids, PrefillSettings("tide", KeepAll(), Uniform(LENGTH), FlashCPU(), 32, 64, 0))
+@pytest.mark.parametrize("window", [2, 3, 16, 33, 149, 150, 1000])
+@pytest.mark.parametrize("chunk", [1, 7, 33, 150, 500])
+def test_sliding_windows(tiny_model: Callable[..., Any], ids: list[int], window: int, chunk: int) -> None:
+    model = tiny_model("mistral", sliding_window=window)
+    logits, tokens = plain_logits(model, ids), plain_greedy(model, ids, 20)
+    session = Session(model, frozenset())
+    for run in (settings(chunk), settings(chunk, schedule="oneshot"), settings(chunk, attention=Eager())):
+        prompt, _ = session.prefill(ids, run)
+        assert ((prompt.logits - logits).abs().max() / logits.abs().max()).item() <= 1e-5
+        assert {store.length for store in prompt.cache} == {min(window - 1, LENGTH)}
+        assert list(session.generate(prompt, SamplingSettings(), 20)) == tokens
+
+
+@pytest.mark.parametrize("length", [40, 63, 64, 65, 150])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_see_the_whole_prompt(
+    tiny_model: Callable[..., Any], ids: list[int], kind: str, length: int
+) -> None:
+    """Beyond the original window of 64 and short of it, whatever prompt came before."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0 + n / 8 for n in range(8)], "long_factor": [2.0 + n / 4 for n in range(8)]}
+
+    def fresh() -> Any:
+        return tiny_model(rope_parameters=dict(rope), max_position_embeddings=64 if kind == "dynamic" else 256)
+
+    logits, tokens = plain_logits(fresh(), ids[:length]), plain_greedy(fresh(), ids[:length], 20)
+    session = Session(fresh(), frozenset())
+    for chunk in (7, 64):
+        session.prefill(ids, settings(64))
+        prompt, _ = session.prefill(ids[:length], settings(chunk))
+        assert ((prompt.logits - logits).abs().max() / logits.abs().max()).item() <= 1e-5
+        assert list(session.generate(prompt, SamplingSettings(), 20)) == tokens
+    assert all("forward" not in vars(module) for module in session.adapter.model.modules())
+
+
+def test_a_layer_that_attends_elsewhere_is_refused(tiny_model: Callable[..., Any], ids: list[int]) -> None:
+    model = tiny_model()
+    session = Session(model, frozenset())
+    update = session.adapter._cache.update
+    session.adapter._cache.update = lambda *given, **more: tuple(t.clone() for t in update(*given, **more))
+    with pytest.raises(ModelError, match="attends to other keys"):
+        session.prefill(ids, settings(64))
 
 
 @pytest.mark.parametrize("first_to_go", [0, 1])

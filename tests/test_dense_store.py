@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tidekv_cli.engine.attention import Eager, FlashCPU
+from tidekv_cli.engine.attention import PLAIN, Eager, FlashCPU
 from tidekv_cli.engine.stores.dense import DenseStore
 
 
@@ -23,7 +23,7 @@ def test_store_append_and_attend(slack: int, rows: int) -> None:
         gathered = [torch.cat(pair, 2) for pair in zip(gathered, new, strict=True)]
         assert torch.equal(store.append(*new)[0], gathered[0]) and torch.equal(store.values, gathered[1])
         queries = torch.randn(1, 4, rows, 8, generator=draw)
-        assert torch.allclose(store.attend(queries, 0.3), Eager().attend(queries, *gathered, 0.3)[0], atol=1e-6)
+        assert torch.allclose(store.attend(queries, 0.3, PLAIN), Eager().attend(queries, *gathered, 0.3)[0], atol=1e-6)
 
 
 def test_growth_is_by_half_and_slack_is_not_copied() -> None:

@@ -35,19 +35,20 @@ def test_causal_and_windows() -> None:
     assert visible(and_masks(sliding_window_causal_mask_function(5), causal_mask_function)) == Visible(5)
 
 
-def test_equal_functions_are_looked_at_once() -> None:
-    asked = []
+ASKED: list[int] = []
 
+
+def test_equal_functions_are_looked_at_once() -> None:
     def made(window: int) -> Any:
         def function(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
-            asked.append(window)
+            ASKED.append(window)
             return (key <= query) & (key > query - window)
 
         return function
 
-    assert visible(made(7)) == visible(made(7)) == Visible(7) and len(set(asked)) == 1
-    before = len(asked)
-    assert visible(made(7)) == Visible(7) and len(asked) == before
+    assert visible(made(7)) == visible(made(7)) == Visible(7)
+    before = len(ASKED)
+    assert before > 0 and visible(made(7)) == Visible(7) and len(ASKED) == before
     assert visible(made(8)) == Visible(8)
 
 

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from tests.builders import llama_metadata, llama_tensors, tiny_causal_model, write_gguf, write_llama_gguf
 from tidekv_cli.errors import ModelError
-from tidekv_cli.loading import LoadedModel
 from tidekv_cli.model_spec import ModelSpec, inspect_model, spec_from_config
 
 
@@ -36,31 +35,8 @@ def assert_refused(config: dict[str, Any], *words: str) -> None:
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        ("llama", {}),
-        ("llama", {"attention_bias": True}),
-        ("llama", {"mlp_bias": True}),
-        ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
-        ("llama", {"head_dim": 24, "num_key_value_heads": 1}),
-        ("mistral", {}),
-        ("qwen2", {}),
-        ("qwen3", {}),
-        ("qwen3", {"attention_bias": True, "head_dim": 32}),
-    ],
-)
-def test_parameters_are_the_real_count(model_type: str, changes: dict[str, Any], tied: bool) -> None:
-    model = tiny_causal_model(model_type, tie_word_embeddings=tied, **changes)
-    spec = spec_from_config(config_of(model), "here")
-    assert spec.parameters == sum(weight.numel() for weight in model.parameters())
-    assert spec.tied_embeddings is tied
-
-
-def test_the_embedded_models_shapes(embedded_path: Path, embedded_model: LoadedModel) -> None:
+def test_the_embedded_models_shapes(embedded_path: Path) -> None:
     spec = inspect_model(embedded_path).spec
-    assert spec.parameters == sum(weight.numel() for weight in embedded_model.model.parameters()) == 134_515_008
     assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim, spec.context_window) == (30, 9, 3, 64, 8192)
     assert spec.tied_embeddings
 
@@ -70,7 +46,6 @@ def test_the_same_shapes_from_config_and_from_gguf(tmp_path: Path, llama: PreTra
         architecture="LlamaForCausalLM",
         layers=2,
         hidden_size=64,
-        intermediate_size=96,
         heads=4,
         kv_heads=2,
         head_dim=16,
@@ -90,7 +65,7 @@ def test_values_that_a_config_may_leave_out(llama: PreTrainedModel) -> None:
         del config[key]
     spec = spec_from_config(config, "here")
     assert (spec.head_dim, spec.kv_heads, spec.context_window) == (16, 4, None)
-    assert not spec.tied_embeddings and not spec.attention_bias and not spec.mlp_bias
+    assert not spec.tied_embeddings
 
 
 def test_a_placeholder_is_no_window(llama: PreTrainedModel) -> None:
@@ -99,7 +74,7 @@ def test_a_placeholder_is_no_window(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "architectures", [["MixtralForCausalLM"], ["GemmaForCausalLM"], ["Qwen3MoeForCausalLM"], ["BertModel"]]
+    "architectures", [["MixtralForCausalLM"], ["GemmaForCausalLM"], ["BambaForCausalLM"], ["BertModel"]]
 )
 def test_other_architectures(llama: PreTrainedModel, architectures: list[str]) -> None:
     assert_refused(config_of(llama, architectures=architectures), architectures[0])
@@ -116,46 +91,12 @@ def test_quantised_checkpoints(llama: PreTrainedModel, method: str) -> None:
     assert_refused(config_of(llama, quantization_config={"bits": 4}), "unknown")
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "proportional"])
-def test_rope_that_depends_on_the_length(llama: PreTrainedModel, kind: str) -> None:
-    assert_refused(config_of(llama, rope_parameters={"rope_type": kind, "factor": 2.0}), kind)
-    assert_refused(config_of(llama, rope_parameters=None, rope_scaling={"rope_type": kind}), kind)
-    assert_refused(config_of(llama, rope_parameters=None, rope_scaling={"type": kind, "factor": 2.0}), kind)
-
-
-@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
-def test_rope_that_does_not(llama: PreTrainedModel, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn", "dynamic", "longrope"])
+def test_rotations(llama: PreTrainedModel, kind: str) -> None:
     assert spec_from_config(config_of(llama, rope_parameters={"rope_type": kind, "factor": 2.0}), "here").layers == 2
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"sliding_window": 128},
-        {"sliding_window": 128, "use_sliding_window": True},
-        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128},
-        {"layer_types": ["chunked_attention", "full_attention"]},
-    ],
-)
-def test_sliding_windows(changes: dict[str, Any]) -> None:
-    assert_refused(config_of(tiny_causal_model("mistral"), **changes), "sliding", str(changes.get("sliding_window")))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"sliding_window": None},
-        {"sliding_window": 128, "use_sliding_window": False, "layer_types": None},
-        {"sliding_window": 128, "layer_types": ["full_attention", "full_attention"]},
-    ],
-)
-def test_sliding_windows_that_are_switched_off(changes: dict[str, Any]) -> None:
-    assert spec_from_config(config_of(tiny_causal_model("qwen2"), **changes), "here").layers == 2
-
-
-@pytest.mark.parametrize(
-    "key", ["num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"]
-)
+@pytest.mark.parametrize("key", ["num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size"])
 @pytest.mark.parametrize("value", ["missing", None, "many", [4], {}])
 def test_shapes_that_are_no_numbers(llama: PreTrainedModel, key: str, value: object) -> None:
     config = config_of(llama, **{key: value})
@@ -170,7 +111,6 @@ def test_shapes_that_are_no_numbers(llama: PreTrainedModel, key: str, value: obj
         {"num_hidden_layers": 0},
         {"num_attention_heads": 0},
         {"hidden_size": 0},
-        {"intermediate_size": -5},
         {"num_key_value_heads": 0},
         {"head_dim": -16},
         {"vocab_size": 0},
@@ -195,7 +135,6 @@ def test_heads_that_do_not_divide(llama: PreTrainedModel, kv_heads: int) -> None
         {"quantization_config": "gptq"},
         {"quantization_config": [1]},
         {"rope_parameters": [1]},
-        {"rope_parameters": {"rope_type": ["linear"]}},
         {"rope_parameters": {"rope_theta": "x"}},
         {"rope_parameters": {"rope_theta": 0.0}},
         {"rope_theta": -1.0},
@@ -208,25 +147,13 @@ def test_heads_that_do_not_divide(llama: PreTrainedModel, kv_heads: int) -> None
         {"max_position_embeddings": "many"},
         {"max_position_embeddings": float("inf")},
         {"tie_word_embeddings": "yes"},
-        {"attention_bias": 5},
         {"model_type": "mistral"},
         {"model_type": None},
         {"model_type": ["llama"]},
-        {"partial_rotary_factor": 0.5},
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
     ],
 )
 def test_values_of_the_wrong_type(llama: PreTrainedModel, changes: dict[str, Any]) -> None:
     assert_refused(config_of(llama, **changes))
-
-
-def test_defaults_of_a_family() -> None:
-    qwen3 = config_of(tiny_causal_model("qwen3"))
-    del qwen3["head_dim"]
-    assert spec_from_config(qwen3, "here").head_dim == 128
-    mistral = config_of(tiny_causal_model("mistral"))
-    del mistral["sliding_window"]
-    assert_refused(mistral | {"layer_types": None}, "sliding")
 
 
 @pytest.mark.parametrize(

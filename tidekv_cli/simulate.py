@@ -70,7 +70,7 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
         prefill.chunks, prefill.last_chunks = _unlike(prefill.chunks, tail), _unlike(prefill.last_chunks, tail)
         with meter:
             prompt = prefill.run()
-            phases, live = prefill.phases, prefill.live_before
+            phases, cached = prefill.phases, prefill.cached_before
             del prefill  # and what it holds
             meter.restart_peak()
             more = max(settings.max_new_tokens - 2, 0)
@@ -80,21 +80,20 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
             phases.append(meter.peak)
     for number, phase in enumerate(phases):
         for stand_in, count in few.left_out_before(number // 2):
-            for item in ledger.ITEMS:
-                phase[item] += (live[stand_in + 1][item] - live[stand_in][item]) * count
+            phase[ledger.CACHE] += (cached[stand_in + 1] - cached[stand_in]) * count
     return [{**phase, ledger.WEIGHTS: few.weight_bytes} for phase in phases]
 
 
 class _PhasedPrefill(LayerMajorPrefill):
     """Notes the peak of each phase: phase 2 l is the chunks of layer l, phase 2 l + 1 its eviction, the last logits.
 
-    `live_before` is what was alive when each layer began.
+    `cached_before` is the bytes that layers had left in the cache when each began.
     """
 
     def __init__(self, adapter: ModelAdapter, ids: Tensor, settings: PrefillSettings, meter: LiveMeter) -> None:
         super().__init__(adapter, ids, settings)
         self.phases: list[dict[str, int]] = []
-        self.live_before: list[dict[str, int]] = []
+        self.cached_before: list[int] = []
         self._meter = meter
         self._layers_done = 0
 
@@ -108,7 +107,7 @@ class _PhasedPrefill(LayerMajorPrefill):
             self.phases[phase] = peak
 
     def _layer(self, layer: int, layers: int) -> Tensor | None:
-        self.live_before.append(dict(self._meter.live))
+        self.cached_before.append(self._meter.live[ledger.CACHE])
         return super()._layer(layer, layers)
 
     def _chunk(self, layer: int, start: int, stop: int, last: bool) -> Tensor | None:
