@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tidekv_cli.model_spec import has_experts
 from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.units import ITEM_BYTES
 
@@ -22,7 +23,7 @@ def estimate(settings: PlanSettings, length: int, weight_bytes: int) -> Estimate
     Unknown for a mixture of experts: how much of it a token uses is not looked at.
     """
     rates = settings.rates
-    if rates.bandwidth_gb_s is None or rates.tflops is None or any("expert" in key for key in settings.config):
+    if rates.bandwidth_gb_s is None or rates.tflops is None or has_experts(settings.config):
         return Estimate(None, None)
     spec, item = settings.spec, ITEM_BYTES[settings.dtype]
     bandwidth, rate = rates.bandwidth_gb_s * 1e9, rates.tflops * 1e12

@@ -123,6 +123,12 @@ def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
     )
 
 
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a Hugging Face config is that of a mixture of experts, of whose weights a token uses a part."""
+    counts = (value for key, value in config.items() if ("expert" in key and "num" in key) or key == "n_routed_experts")
+    return any(type(count) is int and count > 1 for count in counts)
+
+
 class _Values:
     """A config whose values are checked as they are read; what is null counts as left out."""
 
