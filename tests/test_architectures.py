@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.architectures import ARCHITECTURES, tiny_architecture, tiny_config
+from tests.builders import write_hugging_face
 from tests.cli_runner import run_cli
 from tests.conftest import ROOT
 from tests.planning import method, plan_settings
@@ -28,6 +29,7 @@ from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.selectors.snapkv import SnapKV
 from tidekv_cli.engine.session import Session
+from tidekv_cli.memory_model import MemoryModel
 from tidekv_cli.model_spec import has_experts, spec_from_config
 from tidekv_cli.simulate import simulate
 
@@ -200,3 +202,29 @@ def test_the_table_in_the_documentation() -> None:
     if os.environ.get("TIDEKV_WRITE_DOCS"):
         path.write_text(table(), encoding="utf-8")
     assert path.read_text(encoding="utf-8") == table()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "gpt_oss", "llama4_text", "mixtral", "mimo_v2_flash"])
+@pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
+def test_lines_hold_for_layers_of_several_kinds(kind: str, device_kind: str) -> None:
+    config = {**tiny_config(kind).to_dict(), "architectures": [SUPPORTED[kind]]}
+    case = plan_settings(config, chunk_size=256, score_block=256, budget_tokens=64, device_kind=device_kind)
+    model = MemoryModel(case, None)
+    for length in (100, model.lines[0] + 700, 9001):
+        predicted, simulated = model.peak(length), model.simulated(length)
+        above = sum(predicted.values()) - sum(simulated.values())
+        transient = sum(simulated.values()) - simulated["cache"] - simulated["weights"]
+        assert 0 <= above <= transient / 100
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "phi3", "mixtral", "gpt2"])
+def test_the_command_takes_them(kind: str, tmp_path: Path) -> None:
+    """From a directory, and the peak is the predicted one."""
+    write_hugging_face(tmp_path / "model", tiny_architecture(kind, vocab_size=400))
+    (tmp_path / "doc.txt").write_text("The tide turns twice a day. " * 12, encoding="utf-8")
+    flags = ("--raw", "-n", "4", "--budget", "64", "--chunk-size", "64", "--score-block", "64", "--json")
+    result = run_cli("run", str(tmp_path / "doc.txt"), "-m", str(tmp_path / "model"), *flags)
+    assert result.code == 0, result.err
+    found = result.document
+    assert found["memory"]["live_peak_bytes"] == found["plan"]["bytes"]["peak"] - found["plan"]["bytes"]["reserve"]

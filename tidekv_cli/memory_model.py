@@ -52,7 +52,7 @@ class MemoryModel:
             return length
         step = max(1 << length.bit_length() >> _SEARCH_BITS, 1)
         rounded = -(-length // step) * step
-        return rounded if self._bends else min(rounded, self.lines[0])
+        return rounded if self.bends else min(rounded, self.lines[0])
 
     def simulated(self, length: int) -> dict[str, int]:
         """The same, simulated at this very length."""
@@ -87,12 +87,13 @@ class MemoryModel:
         return self._settings.method.schedule == "oneshot"
 
     @property
-    def _bends(self) -> bool:
+    def bends(self) -> bool:
         """Whether each length is simulated: a matrix of logits grows with the keys of each chunk."""
-        return self._settings.attention == "eager"
+        settings = self._settings
+        return settings.attention == "eager" or (settings.device_kind == "cpu" and settings.spec.odd_attention)
 
     def _on_lines(self, length: int) -> bool:
-        return not self._bends and length > self.lines[0]
+        return not self.bends and length > self.lines[0]
 
     @property
     def _granularity(self) -> int:

@@ -28,7 +28,10 @@ _ALSO = {  # what older configs call it
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shapes of a decoder-only model; `context_window` in tokens, None where the model states none."""
+    """Shapes of a decoder-only model; `context_window` in tokens, None where the model states none.
+
+    `odd_attention` if a layer's rule (a soft-cap, chunks) is one that kernels for the CPU do not know.
+    """
 
     architecture: str
     layers: int
@@ -39,6 +42,7 @@ class ModelSpec:
     vocab_size: int
     context_window: int | None
     tied_embeddings: bool
+    odd_attention: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
         vocab_size=values.size("vocab_size"),
         context_window=_window(values.number("max_position_embeddings", 0.0)),
         tied_embeddings=values.flag("tie_word_embeddings"),
+        odd_attention=bool(config.get("attn_logit_softcapping")) or "chunked_attention" in layer_types,
     )
 
 

@@ -128,7 +128,8 @@ def _check_lengths(settings: PlanSettings, wanted: ProbeRequest) -> None:
             "use a smaller --max-new-tokens",
         )
     longest = max(wanted.contexts, default=0)
-    if longest > _LONGEST_SIMULATED and (wanted.simulate or settings.attention == "eager"):
+    exact = wanted.simulate or settings.attention == "eager" or settings.spec.odd_attention
+    if exact and longest > _LONGEST_SIMULATED:
         raise UsageError(
             f"--context {longest} is too long to be simulated: at most {_LONGEST_SIMULATED}",
             "leave out --simulate and --attention eager, or give shorter lengths",

@@ -37,7 +37,9 @@ class FlashStandIn:
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, rule: Rule = PLAIN
     ) -> tuple[Tensor, Tensor]:
         """See `Attention.attend`."""
-        return torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+        return queries.new_empty(*queries.shape[:3], values.shape[3]), queries.new_empty(
+            queries.shape[:3], dtype=torch.float32
+        )
 
 
 class _GroupedProducts(TorchDispatchMode):

@@ -74,7 +74,7 @@ class FlashCPU:
             out, lse = _folded(queries, keys[:, :, -window:], values[:, :, -window:], scale)
         else:
             out, lse = _windowed(queries, keys, values, scale, window)
-        return with_sinks(out[..., :width], lse, rule.sinks)
+        return with_sinks(out if width == size else out[..., :width], lse, rule.sinks)
 
     def _causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         past = keys.shape[2] - queries.shape[2]
