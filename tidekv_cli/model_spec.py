@@ -30,7 +30,7 @@ _ALSO = {  # what older configs call it
 class ModelSpec:
     """Shapes of a decoder-only model; `context_window` in tokens, None where the model states none.
 
-    `odd_attention` if a layer's rule (a soft-cap, chunks) is one that kernels for the CPU do not know.
+    `odd_attention` if a layer asks for what CPU kernels do not know: a soft-cap, chunks, values of another size.
     """
 
     architecture: str
@@ -124,7 +124,9 @@ def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
         vocab_size=values.size("vocab_size"),
         context_window=_window(values.number("max_position_embeddings", 0.0)),
         tied_embeddings=values.flag("tie_word_embeddings"),
-        odd_attention=bool(config.get("attn_logit_softcapping")) or "chunked_attention" in layer_types,
+        odd_attention=bool(config.get("attn_logit_softcapping"))
+        or "chunked_attention" in layer_types
+        or config.get("v_head_dim") not in (None, head_dim),
     )
 
 
