@@ -40,8 +40,8 @@ class Plan:
     """What is going to be done to a prompt of `prompt_tokens`, and what it takes.
 
     `cache_bytes` is the final cache, with room for new tokens; `memory_prompt_tokens` the longest prompt that fits;
-    `changes` says what was lowered to make this one fit; `full_cache_peak` is the peak with nothing evicted, in bytes,
-    where that would fit too.
+    `changes` says what was lowered to make this one fit; `full_cache_peak` is what the peak would be at most
+    with nothing evicted, in bytes, where that would fit too.
     """
 
     settings: PlanSettings
