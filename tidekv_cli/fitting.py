@@ -146,7 +146,7 @@ def _full_cache_peak(plan: Plan) -> int | None:
         return None
     row = 2 * spec.layers * spec.kv_heads * spec.head_dim * ITEM_BYTES[settings.dtype]
     peak = plan.bytes.peak + (plan.prompt_tokens - settings.budget_tokens) * row
-    return None if free is not None and peak > free else peak
+    return None if free is None or peak > free else peak
 
 
 def raising_flags(settings: PlanSettings) -> list[str]:

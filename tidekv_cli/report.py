@@ -67,9 +67,8 @@ class Reporter:
         self._console.print(_bytes_table(plan.bytes, settings))
         self._line(_headroom(plan, outcome.device))
         if plan.full_cache_peak is not None:
-            self._line(
-                f"nothing need be evicted: --budget full would fit, with at most {format_bytes(plan.full_cache_peak)}"
-            )
+            most = format_bytes(plan.full_cache_peak)
+            self._line(f"nothing need be evicted: --budget full would fit, with at most {most}")
         self._line(_estimate(plan))
 
     def capacity(
