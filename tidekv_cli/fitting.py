@@ -137,7 +137,7 @@ class Fitter:
 
 
 def _full_cache_peak(plan: Plan) -> int | None:
-    """What the peak would be at most in bytes with nothing evicted, if that fits and something is.
+    """About what the peak would be in bytes with nothing evicted, if that fits and something is.
 
     The rows that are evicted now would be on top of it.
     """
