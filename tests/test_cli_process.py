@@ -77,6 +77,16 @@ def test_the_process_takes_what_was_planned(embedded_path: Path) -> None:
     assert abs(found["memory"]["live_peak_bytes"] - live) <= transient / 100
 
 
+def test_a_hang_up_that_is_ignored_stays_so(document: str) -> None:
+    """As under nohup: what outlives its terminal still answers."""
+    command = ["nohup", *RUN, document, "-n", "2", "-q"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    time.sleep(2)
+    process.send_signal(signal.SIGHUP)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and out.strip()
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
 def test_what_is_verified_ends_with_the_probe(embedded_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "tidekv_cli", "probe-capacity", "--memory-limit", "1100MiB", "--verify"]

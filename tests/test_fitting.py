@@ -133,3 +133,15 @@ def test_gains_are_real(plans: Path) -> None:
     assert all(tokens > (plan.memory_context_tokens or 0) for tokens in gains.values())
     longest = Planner(replace(case, chunk_size=256), plans).largest_prompt
     assert longest is not None and gains["--chunk-size 256"] == longest + case.max_new_tokens
+
+
+def test_where_the_whole_cache_would_fit_too(plans: Path) -> None:
+    case = plan_settings(llama_8b(), free_bytes=64 * GIB)
+    most = fitter(plans, case).plan(case, LENGTH).full_cache_peak
+    real = Planner(replace(case, budget_tokens=None), plans).bytes(LENGTH).peak
+    assert most is not None and real <= most <= real * 102 // 100
+    tight = replace(case, free_bytes=most - 1)
+    assert fitter(plans, tight).plan(tight, LENGTH).full_cache_peak is None
+    unknown = replace(case, free_bytes=None)
+    assert fitter(plans, unknown).plan(unknown, LENGTH).full_cache_peak is None
+    assert fitter(plans, case).plan(case, 4000).full_cache_peak is None  # nothing is evicted

@@ -26,11 +26,6 @@ class Row:
     process_peak_bytes: int | None = None
     failure: str | None = None
 
-    @property
-    def live_bytes(self) -> int:
-        """The planned peak of live tensors: what can be measured tensor by tensor."""
-        return self.bytes.peak - self.bytes.reserve
-
 
 @dataclass(frozen=True, slots=True)
 class Capacity:

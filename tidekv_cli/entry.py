@@ -11,7 +11,8 @@ def main() -> None:
     """Run the command line of this process; a second Ctrl-C does not disturb what the first one began."""
     signal.signal(signal.SIGINT, _interrupt_once)
     signal.signal(signal.SIGTERM, _terminate)
-    signal.signal(signal.SIGHUP, _terminate)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGHUP, _terminate)
     try:
         from tidekv_cli.cli import entry_point
     except KeyboardInterrupt:

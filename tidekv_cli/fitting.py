@@ -15,7 +15,7 @@ from tidekv_cli.methods import SELECTORS
 from tidekv_cli.plan import Plan, Planner, last_that_fits
 from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.request import EngineChoice
-from tidekv_cli.units import format_bytes
+from tidekv_cli.units import ITEM_BYTES, format_bytes
 
 _LEAST = 256  # tokens of a chunk, of a score block, and of a budget that nobody asked for
 _BUDGET_STEP = 64
@@ -54,15 +54,7 @@ class Fitter:
             # The longest prompt is that of the least budget; this one's budget is the largest that fits.
             settings = replace(settings, budget_tokens=self._largest_budget(settings, length))
             plan = replace(self._planner(settings).plan(length, plan.memory_prompt_tokens), changes=plan.changes)
-        return replace(plan, full_cache_peak=self._full_cache_peak(plan))
-
-    def _full_cache_peak(self, plan: Plan) -> int | None:
-        """The peak in bytes with nothing evicted, if that fits and something is."""
-        settings, budget = plan.settings, plan.settings.budget_tokens
-        if budget is None or budget >= plan.prompt_tokens or not plan.fits:
-            return None
-        full = self._planner(replace(settings, budget_tokens=None))
-        return full.bytes(plan.prompt_tokens).peak if full.fits(plan.prompt_tokens) else None
+        return replace(plan, full_cache_peak=_full_cache_peak(plan))
 
     def _smaller(self, settings: PlanSettings) -> Iterator[tuple[str, list[int]]]:
         """Each field that may be lowered, in order, with its smaller values."""
@@ -142,6 +134,19 @@ class Fitter:
             f"the predicted peak {format_bytes(plan.bytes.peak)} exceeds the {format_bytes(free)} free{lowered}",
             f"{way}; at this setting {shorter}",
         )
+
+
+def _full_cache_peak(plan: Plan) -> int | None:
+    """About what the peak would be in bytes with nothing evicted, if that fits and something is.
+
+    The rows that are evicted now would be on top of it.
+    """
+    settings, spec, free = plan.settings, plan.settings.spec, plan.settings.free_bytes
+    if settings.budget_tokens is None or settings.budget_tokens >= plan.prompt_tokens:
+        return None
+    row = 2 * spec.layers * spec.kv_heads * spec.head_dim * ITEM_BYTES[settings.dtype]
+    peak = plan.bytes.peak + (plan.prompt_tokens - settings.budget_tokens) * row
+    return None if free is None or peak > free else peak
 
 
 def raising_flags(settings: PlanSettings) -> list[str]:

@@ -28,10 +28,14 @@ class PlannedBytes:
     reserve: int
 
     @property
+    def live(self) -> int:
+        """The peak of live tensors: what can be measured tensor by tensor."""
+        return self.weights + self.cache + self.bridge + self.active_kv + self.workspace + self.scoring
+
+    @property
     def peak(self) -> int:
         """Their sum."""
-        parts = (self.weights, self.cache, self.bridge, self.active_kv, self.workspace, self.scoring)
-        return sum(parts) + self.reserve
+        return self.live + self.reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,8 @@ class Plan:
     """What is going to be done to a prompt of `prompt_tokens`, and what it takes.
 
     `cache_bytes` is the final cache, with room for new tokens; `memory_prompt_tokens` the longest prompt that fits;
-    `changes` says what was lowered to make this one fit; `full_cache_peak` is the peak with nothing evicted, in bytes,
-    where that would fit too.
+    `changes` says what was lowered to make this one fit; `full_cache_peak` is about what the peak would
+    be with nothing evicted, in bytes, where that would fit too.
     """
 
     settings: PlanSettings
@@ -50,11 +54,6 @@ class Plan:
     memory_prompt_tokens: int | None
     changes: tuple[str, ...] = ()
     full_cache_peak: int | None = None
-
-    @property
-    def live_bytes(self) -> int:
-        """The peak of live tensors, weights included: what can be measured tensor by tensor."""
-        return self.bytes.peak - self.bytes.reserve
 
     @property
     def headroom_bytes(self) -> int | None:

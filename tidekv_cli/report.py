@@ -67,7 +67,8 @@ class Reporter:
         self._console.print(_bytes_table(plan.bytes, settings))
         self._line(_headroom(plan, outcome.device))
         if plan.full_cache_peak is not None:
-            self._line(f"nothing need be evicted: --budget full would fit, with {format_bytes(plan.full_cache_peak)}")
+            about = format_bytes(plan.full_cache_peak)
+            self._line(f"nothing need be evicted: --budget full would fit, with about {about}")
         self._line(_estimate(plan))
 
     def capacity(
@@ -94,7 +95,7 @@ class Reporter:
                 format_bytes(row.bytes.workspace + row.bytes.scoring),
                 format_bytes(row.bytes.peak),
                 "unknown" if row.headroom_bytes is None else format_bytes(row.headroom_bytes),
-                format_bytes(row.live_bytes),
+                format_bytes(row.bytes.live),
                 *_measured(row),
             )
             for row in capacity.rows
@@ -140,7 +141,7 @@ class Reporter:
             f"prefill {outcome.prefill_s:.2f} s",
             f"first token {outcome.first_token_s or 0.0:.2f} s",
             f"decode {rate:.1f} tokens/s" if rate else "",
-            f"live peak {format_bytes(outcome.live_peak_bytes)} ({format_bytes(plan.live_bytes)} planned)",
+            f"live peak {format_bytes(outcome.live_peak_bytes)} ({format_bytes(plan.bytes.live)} planned)",
             f"process peak {format_bytes(outcome.process_peak_bytes)} ({format_bytes(plan.bytes.peak)} planned)",
             f"cache {format_bytes(outcome.cache_bytes)}",
         ]
