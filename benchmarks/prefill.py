@@ -29,8 +29,8 @@ import transformers
 from transformers.generation.streamers import BaseStreamer
 
 from tidekv_cli.device import detect_device
-from tidekv_cli.engine.attention import FlashCPU
 from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings

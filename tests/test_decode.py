@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.references import plain_greedy, plain_steps_with_kept_rows
-from tidekv_cli.engine.attention import FlashCPU
 from tidekv_cli.engine.budgets import Uniform
 from tidekv_cli.engine.decode import Sampler
+from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.selectors.snapkv import SnapKV

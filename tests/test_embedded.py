@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.references import Recorder, dense_snapkv, heads_that_differ, plain_greedy, plain_logits
-from tidekv_cli.engine.attention import FlashCPU
 from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.selectors.snapkv import SnapKV

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tidekv_cli.engine.attention import FlashCPU
 from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.memory import attempt, release_unused
 from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings
 from tidekv_cli.engine.selectors.snapkv import SnapKV

@@ -17,8 +17,8 @@ from tests.references import (
     plain_steps_with_kept_rows,
     storage_bytes,
 )
-from tidekv_cli.engine.attention import FlashCPU
 from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings, chunk_borders
 from tidekv_cli.engine.sampling import SamplingSettings

@@ -22,6 +22,8 @@ from tidekv_cli.gguf_weights import model_from_gguf
 from tidekv_cli.model_spec import ModelFiles
 from tidekv_cli.sources import TOKENIZER_FILES
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -42,8 +44,8 @@ def load_tokenizer(files: ModelFiles) -> Any:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
-def load_model(files: ModelFiles, dtype: torch.dtype) -> LoadedModel:
-    """Load weights in `dtype` on the CPU.
+def load_model(files: ModelFiles, dtype: torch.dtype, device: torch.device = _CPU) -> LoadedModel:
+    """Load weights in `dtype` onto `device`.
 
     Raises `ModelError` naming the file that is missing, truncated or of the wrong shape.
     """
@@ -51,10 +53,10 @@ def load_model(files: ModelFiles, dtype: torch.dtype) -> LoadedModel:
     transformers_logging.set_verbosity_error()
     with damage_named(f"the model in {files.path} cannot be loaded"):
         if files.gguf is None:
-            model = _from_directory(files.path, dtype)
+            model = _from_directory(files.path, dtype, device)
             ends = [model.config.eos_token_id, _generation_config(files.path).get("eos_token_id")]
         else:
-            model = model_from_gguf(files.gguf, dtype)
+            model = model_from_gguf(files.gguf, dtype).to(device)
             ends = _gguf_end_tokens(files.gguf)
     model.eval().requires_grad_(False)
     return LoadedModel(model, frozenset(_token_ids(ends, files.path)))
@@ -87,7 +89,7 @@ def _gguf_end_tokens(file: GgufFile) -> list[int | None]:
     return [file.value(f"tokenizer.ggml.{kind}_token_id", int, None) for kind in ("eos", "eot", "eom")]
 
 
-def _from_directory(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _from_directory(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         pickled = sorted(path.glob("*.bin")) + sorted(path.glob("*.pt"))
@@ -102,6 +104,7 @@ def _from_directory(path: Path, dtype: torch.dtype) -> PreTrainedModel:
         use_safetensors=True,
         trust_remote_code=False,
         output_loading_info=True,
+        **({} if device.type == "cpu" else {"device_map": {"": device}}),
     )
     lacking = sorted(info["missing_keys"])
     if lacking or info["mismatched_keys"]:

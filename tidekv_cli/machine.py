@@ -77,6 +77,36 @@ def _torch_free(index: int) -> int:
     return torch.cuda.mem_get_info(index)[0]
 
 
+def torch_fault(index: int) -> str | None:
+    """Why card `index` computes nothing, None if it does: a torch that is not built for it says so at the first use."""
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            total = torch.arange(8, device=f"cuda:{index}").sum().item()
+    except (RuntimeError, AssertionError) as error:
+        return reason_of(error)
+    return None if total == 28 else f"it adds up 0 to 7 to {total}"
+
+
+def set_torch_allocator(variables: Mapping[str, str]) -> None:
+    """Set environment variables that steer torch on a GPU, unless the user has set them.
+
+    Detection has started torch's allocator by now, so it is told as well.
+    """
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new)
+    settings = new.get("PYTORCH_CUDA_ALLOC_CONF")
+    if settings is None or "PYTORCH_ALLOC_CONF" in os.environ:  # its newer name
+        return
+    import torch
+
+    tell = getattr(torch.cuda.memory, "_set_allocator_settings", None)
+    if tell is not None:
+        tell(settings)
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """`root` holds proc/, sys/ and dev/. Each callable is one probe, which may raise any `Exception`."""
@@ -87,6 +117,8 @@ class Machine:
     nvml: Callable[[], Any] = import_nvml
     cuda: Callable[[], Sequence[CudaCard]] = torch_cards
     jtop: Callable[[], Mapping[str, Any]] = run_jtop
+    cuda_fault: Callable[[int], str | None] = torch_fault
+    set_allocator: Callable[[Mapping[str, str]], None] = set_torch_allocator
 
     @property
     def visible_devices(self) -> tuple[str, ...] | None:

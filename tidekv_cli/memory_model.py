@@ -1,7 +1,8 @@
 """Bytes by item and phase at any prompt length: a few lengths simulated, kept on disk, and straight lines through them.
 
 At fixed settings each phase's peak is affine in the length S once S is past the budget, the blocks that wait for the
-top-k, and three chunks. Below that, and with eager attention, the length itself is simulated, which needs torch.
+top-k, and three chunks. Below that, and where attention forms matrices of logits, the length itself is simulated,
+which needs torch.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class MemoryModel:
             return length
         step = max(1 << length.bit_length() >> _SEARCH_BITS, 1)
         rounded = -(-length // step) * step
-        return rounded if self.bends else min(rounded, self.lines[0])
+        return rounded if self._settings.bends else min(rounded, self.lines[0])
 
     def simulated(self, length: int) -> dict[str, int]:
         """The same, simulated at this very length."""
@@ -86,14 +87,8 @@ class MemoryModel:
     def _whole(self) -> bool:
         return self._settings.method.schedule == "oneshot"
 
-    @property
-    def bends(self) -> bool:
-        """Whether each length is simulated: a matrix of logits grows with the keys of each chunk."""
-        settings = self._settings
-        return settings.attention == "eager" or (settings.device_kind == "cpu" and settings.spec.odd_attention)
-
     def _on_lines(self, length: int) -> bool:
-        return not self.bends and length > self.lines[0]
+        return not self._settings.bends and length > self.lines[0]
 
     @property
     def _granularity(self) -> int:

@@ -30,7 +30,7 @@ _ALSO = {  # what older configs call it
 class ModelSpec:
     """Shapes of a decoder-only model; `context_window` in tokens, None where the model states none.
 
-    `odd_attention` if a layer asks for what CPU kernels do not know: a soft-cap, chunks, values of another size.
+    `odd_attention` if a layer asks for what not every kernel knows: a soft-cap, chunks, values of another size.
     """
 
     architecture: str

@@ -10,20 +10,21 @@ from tidekv_cli import __version__
 from tidekv_cli.device import Device
 from tidekv_cli.errors import TideError
 from tidekv_cli.plan import Plan
-from tidekv_cli.request import EngineChoice
 
 SCHEMA = 1
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Filled step by step; what a run did not reach stays None and is null in the document. Times in seconds."""
+    """Filled step by step; what a run did not reach stays None and is null in the document. Times in seconds.
+
+    `lowered` says what was made smaller on the way, for want of memory.
+    """
 
     model_name: str
     model_source: str
     device: Device
     profile_name: str
-    choice: EngineChoice
     plan: Plan
     document_tokens: Sequence[tuple[str, int]]
     prompt_tokens: int
@@ -38,7 +39,10 @@ class Outcome:
     decode_s: float | None = None
     total_s: float | None = None
     live_peak_bytes: int | None = None
+    allocated_peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
     process_peak_bytes: int | None = None
+    lowered: tuple[str, ...] = ()
     cache_bytes: int | None = None
     cache_tokens_per_layer: list[int] | None = None
     warnings: list[str] = field(default_factory=list)
@@ -61,7 +65,7 @@ def outcome_document(outcome: Outcome) -> dict[str, Any]:
             "name": outcome.model_name,
             "source": outcome.model_source,
             "architecture": spec.architecture,
-            "dtype": outcome.choice.dtype,
+            "dtype": outcome.plan.settings.dtype,
             "layers": spec.layers,
             "context_window": spec.context_window,
         },
@@ -84,8 +88,8 @@ def outcome_document(outcome: Outcome) -> dict[str, Any]:
         "decode_tokens_per_s": outcome.decode_tokens_per_s,
         "memory": {
             "live_peak_bytes": outcome.live_peak_bytes,
-            "allocated_peak_bytes": None,
-            "reserved_peak_bytes": None,
+            "allocated_peak_bytes": outcome.allocated_peak_bytes,
+            "reserved_peak_bytes": outcome.reserved_peak_bytes,
             "process_peak_bytes": outcome.process_peak_bytes,
             "cache_bytes": outcome.cache_bytes,
             "cache_tokens_per_layer": outcome.cache_tokens_per_layer,

@@ -124,7 +124,7 @@ class Planner:
         if self.settings.free_bytes is None:
             return None
         start, _ = self._model.lines
-        if not self._model.bends:
+        if not self.settings.bends:
             low, high = (start, _LONGEST) if self.fits(start) else (1, start)
             return last_that_fits(self.headroom, low, high) if self.fits(low) else 0
         # Each length is simulated: none longer than twice the longest that fits, or than the window.

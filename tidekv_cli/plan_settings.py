@@ -45,3 +45,13 @@ class PlanSettings:
     device_kind: str = "cpu"
     record_kept: bool = False
     rates: Rates = NO_RATES
+
+    @property
+    def device_type(self) -> str:
+        """What torch calls the device: `cpu` or `cuda`."""
+        return "cpu" if self.device_kind == "cpu" else "cuda"
+
+    @property
+    def bends(self) -> bool:
+        """Whether memory is no straight line over the length: a matrix of logits grows with the keys of each chunk."""
+        return self.attention in ("math", "eager") or self.spec.odd_attention

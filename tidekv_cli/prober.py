@@ -58,7 +58,10 @@ class Prober:
         name = first_given(request.model, config.get("model"), DEFAULT_MODEL)
         spec, shape = model_shape(name, environ, request.offline, self._reporter.note)
         fitter = setup.fitter()
-        settings = fitter.starting_point(setup.plan_settings(spec, shape))
+        attention = setup.attention(spec)
+        for warning in (*setup.warnings, *attention.warnings):
+            self._reporter.warning(warning)
+        settings = fitter.starting_point(setup.plan_settings(spec, shape, attention.name))
         _check_lengths(settings, wanted)
         planner = Planner(settings, setup.plans, exact=wanted.simulate)
         capacity = probe(planner, wanted.contexts)
@@ -128,11 +131,11 @@ def _check_lengths(settings: PlanSettings, wanted: ProbeRequest) -> None:
             "use a smaller --max-new-tokens",
         )
     longest = max(wanted.contexts, default=0)
-    exact = wanted.simulate or settings.attention == "eager" or settings.spec.odd_attention
+    exact = wanted.simulate or settings.bends
     if exact and longest > _LONGEST_SIMULATED:
         raise UsageError(
             f"--context {longest} is too long to be simulated: at most {_LONGEST_SIMULATED}",
-            "leave out --simulate and --attention eager, or give shorter lengths",
+            "leave out --simulate and --attention, or give shorter lengths",
         )
 
 

@@ -30,7 +30,8 @@ from tidekv_cli.yaml_lines import (
 
 KINDS = ("cpu", "cuda", "jetson")
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTION = ("flash-attn", "sdpa", "eager")
+ATTENTION = ("flash-attn", "sdpa", "efficient", "math", "eager")
+CPU_ATTENTION = ("sdpa", "math", "eager")
 RESERVE_ITEMS = ("process", "context", "allocator", "backend", "system")
 MOST_TOKENS = 1 << 20  # of a chunk, a score block, a budget or an answer: more is a slip of the hand
 TOKENS = whole("tokens", most=MOST_TOKENS)
@@ -139,8 +140,10 @@ def load_profile(path: Path) -> Profile:
     document = read_yaml(path, "the profile")
     values = mapping(_FIELDS, required=True)(document)
     found = entries(document)
-    if values["kind"] == "cpu" and "flash-attn" in values["attention"]:
-        raise found["attention"].error("attention names flash-attn, which a cpu has not; it may have sdpa, eager")
+    absent = [name for name in values["attention"] if name not in CPU_ATTENTION]
+    if values["kind"] == "cpu" and absent:
+        has = ", ".join(CPU_ATTENTION)
+        raise found["attention"].error(f"attention names {absent[0]}, which a cpu has not; it may have {has}")
     wanted = dict.fromkeys(_sourced(found))
     check_keys(found["sources"], wanted, wanted)
     return Profile(**values, path=path)

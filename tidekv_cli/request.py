@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tidekv_cli.attention_choice import wished_attention
 from tidekv_cli.errors import UsageError
 from tidekv_cli.methods import DEFAULT_METHOD, SELECTORS, Method, SelectorInfo, choose
-from tidekv_cli.profile import ATTENTION, DTYPES, MOST_TOKENS, Profile
+from tidekv_cli.profile import DTYPES, MOST_TOKENS, Profile
 
 TRUNCATIONS = ("error", "head", "tail", "middle")
 
@@ -60,7 +61,8 @@ class RunRequest:
 class EngineChoice:
     """What the user, the config and the profile say, in tokens. `budget` is a number, `full`, `auto`, or None.
 
-    `fixed` names what the user or the config said: `chunk_size`, `score_block`, `budget`.
+    `attention` holds the backends to try in their order, `wanted_attention` what was asked for. `fixed` names what
+    the user or the config said: `chunk_size`, `score_block`, `budget`.
     """
 
     method: Method
@@ -69,7 +71,8 @@ class EngineChoice:
     budget: int | str | None
     chunk_size: int
     score_block: int
-    attention: str
+    attention: tuple[str, ...]
+    wanted_attention: str
     dtype: str
     max_new_tokens: int
     fixed: frozenset[str] = frozenset()
@@ -89,6 +92,7 @@ def choose_settings(request: RunRequest, config: Mapping[str, Any], profile: Pro
         request.kv_store,
     )
     selector = SELECTORS[method.selector]
+    attention = first_given(request.attention, config.get("attention"), "auto")
     choice = EngineChoice(
         method=method,
         selector=selector,
@@ -100,7 +104,8 @@ def choose_settings(request: RunRequest, config: Mapping[str, Any], profile: Pro
         score_block=_tokens(
             "--score-block", first_given(request.score_block, config.get("score_block"), profile.score_block)
         ),
-        attention=_attention(first_given(request.attention, config.get("attention"), "auto"), profile, device_kind),
+        attention=wished_attention(attention, profile, device_kind),
+        wanted_attention=attention,
         dtype=_dtype(first_given(request.dtype, config.get("dtype"), "auto"), profile, device_kind),
         max_new_tokens=_tokens(
             "--max-new-tokens",
@@ -171,19 +176,6 @@ def _budget(
     if int(value) > MOST_TOKENS:
         raise UsageError(f"--budget {value} is more than {MOST_TOKENS}", "give fewer tokens, or full")
     return int(value)
-
-
-def _attention(value: str, profile: Profile, device_kind: str) -> str:
-    if value not in ("auto", *ATTENTION):
-        raise UsageError(f"--attention {value} is not known", f"use auto, {', '.join(ATTENTION)}")
-    usable = [name for name in profile.attention if name != "flash-attn" or device_kind != "cpu"]
-    if value == "flash-attn" and value not in usable:
-        raise UsageError("--attention flash-attn needs a CUDA device", "use --attention auto, sdpa or eager")
-    if value == "auto" and not usable:
-        raise UsageError(
-            f"the profile {profile.name} has no attention that device {device_kind} can do", "use --attention sdpa"
-        )
-    return usable[0] if value == "auto" else value
 
 
 def _dtype(value: str, profile: Profile, device_kind: str) -> str:

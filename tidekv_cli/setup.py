@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tidekv_cli import machine
+from tidekv_cli.attention_choice import ChosenAttention, choose_attention
 from tidekv_cli.device import Device, detect_device
 from tidekv_cli.errors import DeviceError, UsageError
 from tidekv_cli.fitting import Fitter
@@ -18,14 +19,13 @@ from tidekv_cli.request import EngineChoice, RunRequest, check_budget, choose_se
 from tidekv_cli.sources import cache_directory
 from tidekv_cli.units import parse_bytes
 
-_COMPUTES = ("cpu",)  # kinds of device that this version computes on
-
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What a request comes to; `limit_bytes` is what the user wants to be all there is.
 
-    `elsewhere` if the device is not here; `plans` is where simulated figures are kept.
+    `elsewhere` if the device is not here; `plans` is where simulated figures are kept; `warnings` say what was chosen
+    against what one would expect.
     """
 
     device: Device
@@ -34,6 +34,7 @@ class Setup:
     limit_bytes: int | None
     elsewhere: bool
     plans: Path
+    warnings: tuple[str, ...] = ()
 
     @property
     def free_bytes(self) -> int | None:
@@ -51,7 +52,29 @@ class Setup:
         """The profile's, in bytes; what the system keeps is not free any more on a device that is here."""
         return {name: size for name, size in self.profile.reserve.items() if self.elsewhere or name != "system"}
 
-    def plan_settings(self, spec: ModelSpec, config: Mapping[str, Any], record_kept: bool = False) -> PlanSettings:
+    def attention(self, spec: ModelSpec) -> ChosenAttention:
+        """The backend for a model of these shapes: on a GPU that is here, the first that works when it is tried.
+
+        Raises `DeviceError` where none does.
+        """
+        choice, kind = self.choice, self.device.kind
+
+        def trial(name: str) -> str | None:
+            if kind == "cpu" or self.elsewhere:  # torch brings its CPU kernels along
+                return None
+            import torch
+
+            from tidekv_cli.engine.backends import attention_backend, failure
+
+            heads = spec.heads // spec.kv_heads * min(spec.kv_heads, 2), min(spec.kv_heads, 2), spec.head_dim
+            backend = attention_backend(name, "cuda")
+            return failure(backend, torch.device(self.device.address), getattr(torch, choice.dtype), heads)
+
+        return choose_attention(choice.attention, choice.wanted_attention, kind, choice.dtype, spec, trial)
+
+    def plan_settings(
+        self, spec: ModelSpec, config: Mapping[str, Any], attention: str, record_kept: bool = False
+    ) -> PlanSettings:
         """As chosen, before anything is lowered to make it fit."""
         choice = self.choice
         selector = choice.selector.build(choice.selector_settings)
@@ -65,7 +88,7 @@ class Setup:
             selector_settings=choice.selector_settings,
             window=selector.window,
             max_new_tokens=choice.max_new_tokens,
-            attention=choice.attention,
+            attention=attention,
             reserve_items=self.reserve_items,
             free_bytes=self.free_bytes,
             config=config,
@@ -84,15 +107,17 @@ class Setup:
 def set_up(request: RunRequest, config: Mapping[str, Any], environ: Mapping[str, str], compute: bool = True) -> Setup:
     """Settle everything that needs neither document nor model. Raises `UsageError` and `DeviceError`.
 
-    To `compute`, the device must be one that this version computes on, and the profile one of its kind; else only
-    figures are wanted, and a profile may stand for a device that is not here.
+    To `compute`, the device must work, where `--device auto` falls back to the CPU, and the profile must be one of its
+    kind; else only figures are wanted, and a profile may stand for a device that is not here.
     """
     wanted = first_given(request.device, config.get("device"), "auto")
     this = replace(machine.THIS_MACHINE, environ=environ)
-    here = detect_device(wanted, this)
-    if compute and here.kind not in _COMPUTES:
+    here, warnings = detect_device(wanted, this), []
+    fault = this.cuda_fault(here.index) if compute and here.index is not None else None
+    if fault is not None:
         if wanted != "auto":
-            raise DeviceError(f"{here.name} cannot be used: this version computes on the CPU only", "use --device cpu")
+            raise DeviceError(f"{here.name} cannot be used: {fault}", "use --device cpu, or a torch built for it")
+        warnings.append(f"{here.name} cannot be used ({fault}), so the CPU is")
         here = detect_device("cpu", this)
     matched = match_profile(here.name, here.kind, here.board, here.total_bytes, list_profiles(environ))
     reference = first_given(request.profile, config.get("profile"), matched.name)
@@ -110,7 +135,28 @@ def set_up(request: RunRequest, config: Mapping[str, Any], environ: Mapping[str,
     limit = None if request.memory_limit is None else parse_bytes(request.memory_limit, "--memory-limit")
     if elsewhere and profile.memory is None and limit is None:
         raise UsageError(f"profile {profile.name} does not say how much memory there is", "give --memory-limit")
-    return Setup(device, profile, choice, limit, elsewhere, cache_directory(environ) / "plans")
+    if compute and here.index is not None:
+        _set_allocator(this, profile)
+        warnings += _tegra_warnings(here.kind, this.environ)
+    return Setup(device, profile, choice, limit, elsewhere, cache_directory(environ) / "plans", tuple(warnings))
+
+
+def _set_allocator(this: machine.Machine, profile: Profile) -> None:
+    try:
+        this.set_allocator(profile.allocator)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"profile {profile.name} sets {dict(profile.allocator)}, which torch refuses: {machine.reason_of(error)}",
+            "correct its allocator",
+        ) from error
+
+
+def _tegra_warnings(kind: str, environ: Mapping[str, str]) -> Iterator[str]:
+    """Only torch's native allocator works on a Tegra, and only as it is."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        for absent in ("cudaMallocAsync", "expandable_segments:True"):
+            if kind == "jetson" and absent in environ.get(name, ""):
+                yield f"{name} asks for {absent}, which a Jetson has not: unset it if allocations fail"
 
 
 def _not_here(profile: Profile) -> Device:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tidekv_cli.assembly import engine_settings, torch_dtype
 from tidekv_cli.engine import ledger
 from tidekv_cli.engine.adapter import ModelAdapter
-from tidekv_cli.engine.attention import PLAIN, Attention, Rule, choose_attention
+from tidekv_cli.engine.backends import simulated_backend
 from tidekv_cli.engine.decode import next_logits, sampling_weights
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings
@@ -26,20 +26,6 @@ from tidekv_cli.few_layers import FAKE, few_layers
 from tidekv_cli.plan_settings import PlanSettings
 
 _SAMPLING = SamplingSettings(temperature=1.0, top_p=0.5)
-
-
-class FlashStandIn:
-    """Allocates what a flash kernel that returns its log-sum-exp does: the output and float32 LSE."""
-
-    name = "flash-attn"
-
-    def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, rule: Rule = PLAIN
-    ) -> tuple[Tensor, Tensor]:
-        """See `Attention.attend`."""
-        return queries.new_empty(*queries.shape[:3], values.shape[3]), queries.new_empty(
-            queries.shape[:3], dtype=torch.float32
-        )
 
 
 class _GroupedProducts(TorchDispatchMode):
@@ -65,7 +51,7 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
         meter = LiveMeter(granularity)
         meter.watch(few.model.parameters())
         meter.watch([ids, *few.model.buffers()], ledger.WORKSPACE)
-        engine = engine_settings(settings, length, _attention(settings))
+        engine = engine_settings(settings, length, simulated_backend(settings.attention, settings.device_type))
         adapter = ModelAdapter(few.model)
         prefill = _PhasedPrefill(adapter, ids, engine, meter)
         tail = prefill.last_chunks[-1][1] - max(settings.window, 1)
@@ -127,12 +113,6 @@ class _PhasedPrefill(LayerMajorPrefill):
         logits = super()._logits(hidden)
         self.take(2 * self._layers_done)
         return logits
-
-
-def _attention(settings: PlanSettings) -> Attention:
-    if settings.device_kind == "cpu" or settings.attention == "eager":
-        return choose_attention(settings.attention, torch.device("cpu"))
-    return FlashStandIn()
 
 
 def _unlike(chunks: Sequence[tuple[int, int]], tail: int) -> list[tuple[int, int]]:

@@ -13,8 +13,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import islice
 
 from tidekv_cli.errors import MemoryExhaustedError, TideError, error_of
+from tidekv_cli.model import Model
 from tidekv_cli.request import RunRequest
 
 _NEW_TOKENS = 2  # room for all new ones is taken before the first
@@ -74,39 +76,15 @@ def _end_with_the_parent() -> None:
 
 
 def _run(request: RunRequest, prompt_tokens: int, environ: Mapping[str, str]) -> Measured:
-    import torch
-
-    from tidekv_cli.assembly import engine_settings, torch_dtype
-    from tidekv_cli.catalog import DEFAULT_MODEL
-    from tidekv_cli.engine.attention import choose_attention
-    from tidekv_cli.engine.meter import process_peak_bytes
-    from tidekv_cli.engine.sampling import SamplingSettings
-    from tidekv_cli.engine.session import Session
-    from tidekv_cli.loading import load_model
-    from tidekv_cli.model_spec import inspect_model
-    from tidekv_cli.request import first_given
-    from tidekv_cli.settings import load_settings
-    from tidekv_cli.setup import set_up
-    from tidekv_cli.sources import resolve_model
-
-    try:
-        config = load_settings(environ)
-        setup = set_up(request, config, environ)
-        name = first_given(request.model, config.get("model"), DEFAULT_MODEL)
-        files = inspect_model(resolve_model(name, environ, request.offline).path)
-        planned = setup.fitter().starting_point(setup.plan_settings(files.spec, files.config))
-        attention = choose_attention(planned.attention, torch.device(setup.device.address))
-        settings = engine_settings(planned, prompt_tokens, attention)
-        session = Session(load_model(files, torch_dtype(planned)).model, frozenset())
-        ids = [number % files.spec.vocab_size for number in range(prompt_tokens)]
-        prompt, live = session.prefill(ids, settings, ceiling_bytes=setup.ceiling_bytes)
-        for _ in session.generate(prompt, SamplingSettings(), min(_NEW_TOKENS, planned.max_new_tokens)):
-            pass
-    except MemoryError as error:
-        return Measured(None, None, str(error) or "memory ran out")
-    if prompt.lowered:
-        return Measured(None, None, f"only with {'; '.join(prompt.lowered)}")
-    return Measured(live, process_peak_bytes())
+    model = Model(request, environ)
+    vocabulary = model.files.spec.vocab_size
+    run = model.plan_tokens([number % vocabulary for number in range(prompt_tokens)])
+    run.prefill(checked=False)
+    for _ in islice(run.tokens(), _NEW_TOKENS):
+        pass
+    if run.outcome.lowered:
+        return Measured(None, None, f"only with {'; '.join(run.outcome.lowered)}")
+    return Measured(run.outcome.live_peak_bytes, run.outcome.process_peak_bytes)
 
 
 if __name__ == "__main__":

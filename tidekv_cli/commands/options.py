@@ -29,7 +29,9 @@ Parameters = Annotated[
 ]
 ChunkSize = Annotated[int | None, option("--chunk-size", panel=ENGINE, help="Tokens per chunk (C).")]
 ScoreBlock = Annotated[int | None, option("--score-block", panel=ENGINE, help="Keys scored at a time (b_s).")]
-Attention = Annotated[str | None, option("--attention", panel=ENGINE, help="auto, flash-attn, sdpa or eager.")]
+Attention = Annotated[
+    str | None, option("--attention", panel=ENGINE, help="auto, flash-attn, sdpa, efficient, math or eager.")
+]
 Dtype = Annotated[str | None, option("--dtype", panel=ENGINE, help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str | None, option("--device", panel=ENGINE, help="auto, cuda[:N] or cpu.")]
 Profile = Annotated[str | None, option("--profile", panel=ENGINE, help="A profile's name or YAML file.")]

@@ -1,4 +1,4 @@
-"""Causal attention that also gives the log-sum-exp, per backend. Knows no model, no cache and no selector.
+"""Causal attention that also gives the log-sum-exp: what a layer may ask, and what backends share. Knows no model.
 
 Queries are the newest tokens: query i of n sees keys 0 .. L-n+i (bottom-right alignment), or what its rule leaves of
 them. No mask tensor as long as the prompt is made by the fast backends; grouped heads are never repeated.
@@ -6,21 +6,19 @@ them. No mask tensor as long as the prompt is made by the fast backends; grouped
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tidekv_cli.engine.masks import CAUSAL, Visible
-from tidekv_cli.errors import UsageError
 
-# Up to this many queries, folding a group's heads into one head reads the past keys once, not G times.
-_FOLD_BELOW = 512
-# Queries at a time where a mask is needed.
+# Queries at a time where a matrix of logits or a mask is needed.
 _ROWS = 256
+# (queries, keys, values, scale, causal) -> output and LSE; with causal as many queries as keys.
+PartKernel = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +37,11 @@ PLAIN = Rule()
 
 
 class Attention(Protocol):
-    """A backend. `name` is what `--attention` calls it."""
+    """A backend."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What `--attention` calls it."""
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, rule: Rule = PLAIN
@@ -53,74 +53,19 @@ class Attention(Protocol):
         """
 
 
-class FlashCPU:
-    """torch's flash kernel for the CPU: past keys without a mask, the diagonal block causal, merged by LSE."""
-
-    name = "sdpa"
-
-    def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, rule: Rule = PLAIN
-    ) -> tuple[Tensor, Tensor]:
-        """See `Attention.attend`."""
-        if rule.softcap is not None or rule.visible.function is not None:
-            return _in_rows(queries, keys, values, scale, rule)
-        width, size = values.shape[3], keys.shape[3]
-        if width < size:  # the kernel wants them alike
-            values = F.pad(values, (0, size - width))
-        window = rule.visible.window
-        if window is None or window >= keys.shape[2]:
-            out, lse = self._causal(queries, keys, values, scale)
-        elif queries.shape[2] == 1:
-            out, lse = _folded(queries, keys[:, :, -window:], values[:, :, -window:], scale)
-        else:
-            out, lse = _windowed(queries, keys, values, scale, window)
-        return with_sinks(out if width == size else out[..., :width], lse, rule.sinks)
-
-    def _causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        past = keys.shape[2] - queries.shape[2]
-        if queries.shape[2] == 1:
-            return _folded(queries, keys, values, scale)
-        diagonal = _flash(queries, keys[:, :, past:], values[:, :, past:], scale, causal=True)
-        if past == 0:
-            return diagonal
-        attend = _folded if queries.shape[2] <= _FOLD_BELOW else _flash
-        return merge(diagonal, attend(queries, keys[:, :, :past], values[:, :, :past], scale))
-
-
-def _flash(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool = False, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        queries, keys, values, 0.0, causal, attn_mask=mask, scale=scale
-    )
-    return out, lse
-
-
-def _windowed(queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    """Each query sees the last `window` keys up to its own: some queries at a time, over the keys that these see."""
-    past = keys.shape[2] - queries.shape[2]
-    parts = []
-    for start, stop in _rows(queries.shape[2]):
-        first, last = max(past + start - window + 1, 0), past + stop
-        seen = Visible(window).seen(past + start - first, stop - start, last - first, queries.device)
-        mask = torch.zeros(seen.shape, dtype=queries.dtype, device=queries.device).masked_fill_(~seen, float("-inf"))
-        rows = queries[:, :, start:stop]
-        parts.append(_flash(rows, keys[:, :, first:last], values[:, :, first:last], scale, mask=mask))
-    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
-
-
-def _in_rows(queries: Tensor, keys: Tensor, values: Tensor, scale: float, rule: Rule) -> tuple[Tensor, Tensor]:
+def in_rows(queries: Tensor, keys: Tensor, values: Tensor, scale: float, rule: Rule) -> tuple[Tensor, Tensor]:
     """What no kernel does, some queries at a time, so that no matrix of logits has the whole chunk's rows."""
     past, window = keys.shape[2] - queries.shape[2], rule.visible.window
     parts = []
-    for start, stop in _rows(queries.shape[2]):
+    for start, stop in rows_of(queries.shape[2]):
         first = 0 if window is None else max(past + start - window + 1, 0)
         own = slice(first, past + stop)
         parts.append(Eager().attend(queries[:, :, start:stop], keys[:, :, own], values[:, :, own], scale, rule))
     return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
 
 
-def _rows(count: int) -> Iterator[tuple[int, int]]:
+def rows_of(count: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of some rows at a time."""
     return ((start, min(start + _ROWS, count)) for start in range(0, count, _ROWS))
 
 
@@ -132,10 +77,29 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     return out * (lse - total).exp()[..., None].to(out.dtype), total
 
 
-def _folded(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The heads of a group as more rows of one head: [B, Hkv, G n, D]."""
+def by_parts(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, kernel: PartKernel, fold_below: int
+) -> tuple[Tensor, Tensor]:
+    """Causal attention with a kernel that is causal for as many queries as keys only.
+
+    Past keys without a mask and the diagonal block, merged by LSE. Up to `fold_below` queries, a group's heads are
+    folded into one head for the past, so that its keys are read once, not G times.
+    """
+    rows = queries.shape[2]
+    past = keys.shape[2] - rows
+    if rows == 1:
+        return folded(queries, keys, values, scale, kernel)
+    diagonal = kernel(queries, keys[:, :, past:], values[:, :, past:], scale, True)
+    if past == 0:
+        return diagonal
+    before = queries, keys[:, :, :past], values[:, :, :past], scale
+    return merge(diagonal, folded(*before, kernel) if rows <= fold_below else kernel(*before, False))
+
+
+def folded(queries: Tensor, keys: Tensor, values: Tensor, scale: float, kernel: PartKernel) -> tuple[Tensor, Tensor]:
+    """Every query sees every key; the heads of a group as more rows of one head: [B, Hkv, G n, D]."""
     batch, heads, rows, _ = queries.shape
-    out, lse = _flash(queries.reshape(batch, keys.shape[1], -1, queries.shape[3]), keys, values, scale)
+    out, lse = kernel(queries.reshape(batch, keys.shape[1], -1, queries.shape[3]), keys, values, scale, False)
     return out.reshape(batch, heads, rows, -1), lse.reshape(batch, heads, rows)
 
 
@@ -160,8 +124,8 @@ class Eager:
         """See `Attention.attend`."""
         batch, heads, rows, size = queries.shape
         length = keys.shape[2]
-        folded = queries.float().reshape(batch, keys.shape[1], -1, size)  # [B, Hkv, G n, D]
-        logits = folded @ keys.float().transpose(2, 3) * scale  # [B, Hkv, G n, L]
+        grouped = queries.float().reshape(batch, keys.shape[1], -1, size)  # [B, Hkv, G n, D]
+        logits = grouped @ keys.float().transpose(2, 3) * scale  # [B, Hkv, G n, L]
         if rule.softcap is not None:
             logits = logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
         hidden = ~rule.visible.seen(length - rows, rows, length, keys.device)  # [n, L]
@@ -173,12 +137,13 @@ class Eager:
         return out.to(queries.dtype), lse
 
 
-def choose_attention(name: str, device: torch.device) -> Attention:
-    """The backend that `--attention NAME` means on `device`. Raises `UsageError` where it does not exist there."""
-    if name == "eager":
-        return Eager()
-    if name == "sdpa" and device.type == "cpu":
-        return FlashCPU()
-    raise UsageError(
-        f"--attention {name} is not available on device {device.type}", "use --attention auto, sdpa or eager"
-    )
+class Math:
+    """As `Eager`, some queries at a time: no kernel is needed, and no matrix of logits has the whole chunk's rows."""
+
+    name = "math"
+
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, rule: Rule = PLAIN
+    ) -> tuple[Tensor, Tensor]:
+        """See `Attention.attend`."""
+        return in_rows(queries, keys, values, scale, rule)

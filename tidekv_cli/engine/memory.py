@@ -28,6 +28,27 @@ def attempt(step: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
         return None, (str(error).splitlines() or ["memory ran out"])[0]
 
 
+def restart_device_peaks(device: torch.device) -> None:
+    """Peaks of a CUDA device begin again at what is held."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def device_peaks(address: str) -> tuple[int | None, int | None]:
+    """Most bytes that torch has had in tensors, and reserved for them, on a CUDA device; None on a CPU."""
+    device = torch.device(address)
+    if device.type != "cuda":
+        return None, None
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+
+
+def unused_bytes(device: torch.device) -> int:
+    """What torch holds of a CUDA device's memory without a tensor in it; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def release_unused(device: torch.device) -> None:
     """Give memory that nothing uses back to the device, or on a CPU to the system."""
     gc.collect()

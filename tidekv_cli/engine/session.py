@@ -10,9 +10,12 @@ from transformers import PreTrainedModel
 from tidekv_cli.engine import ledger
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.decode import generate_tokens
+from tidekv_cli.engine.memory import restart_device_peaks
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings, Progress, Shortage
 from tidekv_cli.engine.sampling import SamplingSettings
+
+_CUDA_BLOCK = 512  # bytes: torch's CUDA allocator rounds up to it
 
 
 class Session:
@@ -22,6 +25,11 @@ class Session:
         self.adapter = ModelAdapter(model)
         self._end = end_token_ids
         self._model = model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.adapter.device
 
     def prefill(
         self,
@@ -36,8 +44,9 @@ class Session:
         Live tensors above `ceiling_bytes` count as memory that has run out. Raises `MemoryError` where a smaller
         chunk and score block do not help.
         """
-        ids = torch.tensor([token_ids], device=self.adapter.device)
-        meter = LiveMeter(ceiling_bytes=ceiling_bytes)
+        restart_device_peaks(self.device)
+        ids = torch.tensor([token_ids], device=self.device)
+        meter = LiveMeter(_CUDA_BLOCK if self.device.type == "cuda" else 1, ceiling_bytes)
         meter.watch([*self._model.parameters(), *self._model.buffers()])
         meter.watch([ids], ledger.WORKSPACE)
         with meter:

@@ -1,0 +1,235 @@
+"""A model that was opened: its files, its device and settings, and from there plans. Prints nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from tidekv_cli.catalog import DEFAULT_MODEL
+from tidekv_cli.documents import Document
+from tidekv_cli.errors import ModelError, TideError, WindowError
+from tidekv_cli.model_spec import ModelFiles, inspect_model
+from tidekv_cli.outcome import Outcome
+from tidekv_cli.plan import Plan
+from tidekv_cli.plan_settings import PlanSettings
+from tidekv_cli.request import RunRequest, first_given
+from tidekv_cli.run import Run
+from tidekv_cli.settings import load_settings
+from tidekv_cli.setup import Setup, set_up
+from tidekv_cli.sources import resolve_model
+
+Tell = Callable[[str], None]
+
+
+def open_model(
+    model: str | None = None,
+    *,
+    method: str | None = None,
+    schedule: str | None = None,
+    selector: str | None = None,
+    budget_policy: str | None = None,
+    kv_store: str | None = None,
+    budget: int | str | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    chunk_size: int | None = None,
+    score_block: int | None = None,
+    attention: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    profile: str | None = None,
+    memory_limit: str | None = None,
+    max_new_tokens: int | None = None,
+    offline: bool = False,
+    environ: Mapping[str, str] | None = None,
+    note: Tell | None = None,
+    warn: Tell | None = None,
+) -> Model:
+    """Find a model and settle how it is run; weights are loaded by the first prefill.
+
+    Arguments are the flags of `tidekv run`, and mean what they mean there; what is None comes from the environment,
+    the config file and the device's profile. `note` hears of what is fetched, `warn` of what may not be expected.
+    Raises a `tidekv_cli.errors.TideError`: `UsageError`, `DeviceError` or `ModelError`.
+    """
+    request = RunRequest(
+        model=model,
+        method=method,
+        schedule=schedule,
+        selector=selector,
+        budget_policy=budget_policy,
+        kv_store=kv_store,
+        budget=None if budget is None else str(budget),
+        parameters={key: str(value) for key, value in (parameters or {}).items()},
+        chunk_size=chunk_size,
+        score_block=score_block,
+        attention=attention,
+        dtype=dtype,
+        device=device,
+        profile=profile,
+        memory_limit=memory_limit,
+        max_new_tokens=max_new_tokens,
+        offline=offline,
+    )
+    opened = Model(request, os.environ if environ is None else environ, note, warn)
+    opened.open()
+    return opened
+
+
+class Model:
+    """Prompts are planned here, one after another; each is a `Run`."""
+
+    def __init__(
+        self, request: RunRequest, environ: Mapping[str, str], note: Tell | None = None, warn: Tell | None = None
+    ) -> None:
+        """Settle device, profile and settings. Raises `UsageError` and `DeviceError`."""
+        self._request, self._environ = request, environ
+        self._note, self._tell = note, warn or (lambda text: None)
+        self.warnings: list[str] = []
+        config = load_settings(environ)
+        self.name = str(first_given(request.model, config.get("model"), DEFAULT_MODEL))
+        self.setup: Setup = set_up(request, config, environ)
+        self._fitter = self.setup.fitter()
+        self._session: Any = None
+        self._files: ModelFiles | None = None
+        for warning in self.setup.warnings:
+            self._warn(warning)
+
+    def open(self) -> None:
+        """Find the model's files, fetching what is missing, and try the attention. Raises `ModelError`."""
+        if self._files is None:
+            source = resolve_model(self.name, self._environ, self._request.offline, self._note)
+            self._files = inspect_model(source.path)
+            for warning in self._attention.warnings:
+                self._warn(warning)
+
+    @property
+    def files(self) -> ModelFiles:
+        """The model on disk. Raises `ModelError` where it is not found."""
+        self.open()
+        assert self._files is not None
+        return self._files
+
+    @cached_property
+    def _attention(self) -> Any:
+        return self.setup.attention(self.files.spec)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's own. Raises `ModelError`."""
+        from tidekv_cli.loading import load_tokenizer
+
+        return load_tokenizer(self.files)
+
+    def settings(self, record_kept: bool = False) -> PlanSettings:
+        """What a plan starts from."""
+        return self.setup.plan_settings(self.files.spec, self.files.config, self._attention.name, record_kept)
+
+    def plan(
+        self,
+        documents: Sequence[Document | str],
+        question: str | None = None,
+        system: str | None = None,
+        *,
+        raw: bool = False,
+        template_arguments: Mapping[str, Any] | None = None,
+        truncate: str = "error",
+        allow_beyond_window: bool = False,
+        record_kept: bool = False,
+    ) -> Run:
+        """Tokenize the documents with the question after them, drop what `truncate` allows, and plan the prompt.
+
+        Whether it fits is in `Run.plan`; `Run.check` raises where it does not. `record_kept` keeps the positions that
+        stay for `Run.kept`. Raises `UsageError` where the chat template refuses, `InputError` for texts without one
+        token.
+        """
+        from tidekv_cli.prompt import build_prompt
+        from tidekv_cli.prompt import truncate as shortened
+
+        texts = [Document(f"document {n}", d) if isinstance(d, str) else d for n, d in enumerate(documents, start=1)]
+        warnings: list[str] = []
+        if not raw and not getattr(self.tokenizer, "chat_template", None):
+            warnings.append("the model has no chat template; the prompt is given to it as it is")
+        prompt = build_prompt(self.tokenizer, texts, question, system, raw, template_arguments)
+        self._check_vocabulary(prompt.token_ids)
+        settings = self.settings(record_kept)
+        window = None if allow_beyond_window else settings.spec.context_window
+        window_left = max(_or_no_limit(window) - settings.max_new_tokens, 0)
+        plan = self._fitter.plan(settings, len(prompt.token_ids))
+        allowed = min(window_left, _or_no_limit(plan.memory_prompt_tokens))
+        if truncate != "error" and len(prompt.token_ids) > allowed:
+            try:
+                prompt = shortened(prompt, allowed, truncate)
+            except WindowError:  # nothing of the documents would be left
+                if allowed == window_left:
+                    raise
+            else:
+                warnings.append(f"{prompt.truncated_tokens} document tokens were dropped ({truncate})")
+                plan = self._fitter.plan(settings, len(prompt.token_ids))
+        run = self._run(prompt.token_ids, plan, allow_beyond_window)
+        run.outcome.document_tokens = [(d.path, n) for d, n in zip(texts, prompt.document_tokens, strict=True)]
+        run.outcome.truncated_tokens = prompt.truncated_tokens
+        for warning in warnings:
+            run.warn(warning)
+        return run
+
+    def plan_tokens(self, token_ids: Sequence[int], allow_beyond_window: bool = False) -> Run:
+        """Plan a prompt that is token ids already."""
+        plan = self._fitter.plan(self.settings(), len(token_ids))
+        return self._run(token_ids, plan, allow_beyond_window)
+
+    def _run(self, token_ids: Sequence[int], plan: Plan, allow_beyond_window: bool) -> Run:
+        outcome = Outcome(
+            model_name=self.name,
+            model_source=str(self.files.path),
+            device=self.setup.device,
+            profile_name=self.setup.profile.name,
+            plan=plan,
+            document_tokens=(),
+            prompt_tokens=len(token_ids),
+            truncated_tokens=0,
+            warnings=list(self.warnings),
+        )
+        return Run(self, token_ids, outcome, allow_beyond_window, self._tell)
+
+    @property
+    def ceiling_bytes(self) -> int | None:
+        """What live tensors may take at most where `memory_limit` was given."""
+        return self.setup.ceiling_bytes
+
+    def refusal(self, plan: Plan) -> TideError:
+        """Why a plan that does not fit does not, and what would help."""
+        return self._fitter.refusal(plan)
+
+    def session(self) -> tuple[Any, float]:
+        """The engine with the weights loaded, and the seconds that loading took now. Raises `ModelError`."""
+        if self._session is not None:
+            return self._session, 0.0
+        import torch
+
+        from tidekv_cli.assembly import torch_dtype
+        from tidekv_cli.engine.session import Session
+        from tidekv_cli.loading import load_model
+
+        began = time.perf_counter()
+        device = torch.device(self.setup.device.address)
+        loaded = load_model(self.files, torch_dtype(self.settings()), device)
+        self._session = Session(loaded.model, loaded.end_token_ids)
+        return self._session, time.perf_counter() - began
+
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
+        self._tell(text)
+
+    def _check_vocabulary(self, ids: list[int]) -> None:
+        highest, known = max(ids, default=0), self.files.spec.vocab_size
+        if highest >= known:
+            raise ModelError(
+                f"the tokenizer of {self.files.path} gives token {highest}, and the model knows {known}",
+                "fetch or copy the model again; tokenizer and weights are of different models",
+            )
+
+
+def _or_no_limit(tokens: int | None) -> int:
+    return 1 << 62 if tokens is None else tokens
