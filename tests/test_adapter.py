@@ -12,8 +12,9 @@ from transformers import AttentionInterface
 
 from tests.references import plain_greedy, plain_logits
 from tidekv_cli.engine.adapter import ModelAdapter
-from tidekv_cli.engine.attention import Eager, FlashCPU
+from tidekv_cli.engine.attention import Eager
 from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.selectors.snapkv import SnapKV

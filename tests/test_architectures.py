@@ -23,8 +23,9 @@ from tests.planning import method, plan_settings
 from tests.references import cache_keyword, storage_bytes
 from tidekv_cli.architectures import REFUSED, SUPPORTED
 from tidekv_cli.assembly import engine_settings
-from tidekv_cli.engine.attention import FlashCPU, choose_attention
+from tidekv_cli.engine.backends import attention_backend
 from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.selectors.snapkv import SnapKV
@@ -124,7 +125,7 @@ def test_takes_what_is_simulated(kind: str) -> None:
         max_new_tokens=2,
         device_kind="cpu",
     )
-    engine = engine_settings(case, LENGTH, choose_attention("sdpa", torch.device("cpu")))
+    engine = engine_settings(case, LENGTH, attention_backend("sdpa", "cpu"))
     _, live = Session(model, frozenset()).prefill(prompt_ids(), engine)
     phases = simulate(case, LENGTH)[:-1]
     weights = storage_bytes(model.parameters())

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tidekv_cli.engine.attention import Eager, FlashCPU, Rule, choose_attention, merge
+from tidekv_cli.engine.attention import Attention, Eager, Math, Rule, merge
+from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.masks import Visible
 from tidekv_cli.engine.meter import LiveMeter
-from tidekv_cli.errors import UsageError
 
 SHAPES = [(1, 1, 1, 1), (4, 2, 1, 9), (4, 4, 7, 7), (9, 3, 5, 40), (8, 1, 33, 100), (6, 2, 600, 700), (2, 2, 513, 513)]
 SHAPES += [(4, 2, 512, 560), (4, 2, 513, 560)]  # either side of where a group's heads are folded
@@ -40,8 +40,8 @@ def one_by_one(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> t
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("backend", [FlashCPU(), Eager()], ids=lambda backend: backend.name)
-def test_output_and_lse(backend: FlashCPU | Eager, shape: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("backend", [FlashCPU(), Eager(), Math()], ids=lambda backend: backend.name)
+def test_output_and_lse(backend: Attention, shape: tuple[int, int, int, int]) -> None:
     queries, keys, values = tensors(shape)
     out, lse = backend.attend(queries, keys, values, 0.2)
     expected_out, expected_lse = one_by_one(queries, keys, values, 0.2)
@@ -76,13 +76,6 @@ def test_merge_of_two_halves_is_the_whole() -> None:
     out, lse = merge(*parts)
     expected_out, expected_lse = backend.attend(queries, keys, values, 0.2)
     assert torch.allclose(out, expected_out, atol=1e-6) and torch.allclose(lse, expected_lse, atol=1e-6)
-
-
-def test_choice() -> None:
-    cpu = torch.device("cpu")
-    assert [choose_attention(name, cpu).name for name in ("sdpa", "eager")] == ["sdpa", "eager"]
-    with pytest.raises(UsageError, match="flash-attn"):
-        choose_attention("flash-attn", cpu)
 
 
 RULES = [
@@ -123,7 +116,7 @@ def sees(visible: Visible, query: int, key: int) -> bool:
     return visible.function is None or bool(visible.function(0, 0, torch.tensor(query), torch.tensor(key)))
 
 
-@pytest.mark.parametrize("backend", [FlashCPU(), Eager()])
+@pytest.mark.parametrize("backend", [FlashCPU(), Eager(), Math()])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("rows", "length", "width"), [(1, 40, 8), (5, 5, 8), (30, 70, 8), (30, 70, 4)])
 def test_every_rule_is_what_it_says(backend: Any, rule: Rule, rows: int, length: int, width: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tidekv_cli.engine.attention import PLAIN, Eager, FlashCPU
+from tidekv_cli.engine.attention import PLAIN, Eager
+from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.stores.dense import DenseStore
 
 

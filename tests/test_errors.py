@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,3 +43,17 @@ def test_message_and_hint_are_one_line_each(kind: type[TideError]) -> None:
 )
 def test_out_of_memory_is_told_from_bugs(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
+
+
+@pytest.mark.parametrize("said", ["CUDA driver error: device not ready", "!handles_.at(i) INTERNAL ASSERT FAILED"])
+def test_what_a_jetson_says_counts_when_memory_is_short(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for available, expected in ((100, True), (600, False)):
+        figures = SimpleNamespace(total=1000, available=available)
+        monkeypatch.setattr("psutil.virtual_memory", lambda figures=figures: figures)
+        assert is_out_of_memory(RuntimeError(said)) is expected
+
+    def unreadable() -> None:
+        raise OSError
+
+    monkeypatch.setattr("psutil.virtual_memory", unreadable)
+    assert is_out_of_memory(RuntimeError(said))

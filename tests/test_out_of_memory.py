@@ -33,6 +33,12 @@ SAYINGS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is when they are said."""
+    monkeypatch.setattr("tidekv_cli.errors.memory_is_short", lambda: True)
+
+
 class FailAt(TorchDispatchMode):
     """Raises `error` in place of the operation of that number, views not counted; number 0 notes the sites of all."""
 

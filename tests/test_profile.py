@@ -373,10 +373,11 @@ def test_a_missing_key(tmp_path: Path, key: str) -> None:
     assert key in error.hint
 
 
-def test_flash_attention_on_a_cpu(tmp_path: Path) -> None:
-    text = changed("kind: cuda", "kind: cpu").replace("[sdpa, eager]", "[sdpa, flash-attn]")
+@pytest.mark.parametrize("absent", ["flash-attn", "efficient"])
+def test_attention_that_a_cpu_has_not(tmp_path: Path, absent: str) -> None:
+    text = changed("kind: cuda", "kind: cpu").replace("[sdpa, eager]", f"[sdpa, {absent}]")
     path = write_text(tmp_path / "bad.yaml", text)
-    assert_refused(path, f"{path}:14: attention names flash-attn")
+    assert_refused(path, f"{path}:14: attention names {absent}")
 
 
 @pytest.mark.parametrize("content", ["just text", "- a\n- b\n", "5", "[]", "false", "!!python/object:os.x {}"])

@@ -38,7 +38,7 @@ def test_nothing_given_is_the_profile() -> None:
     assert choice.method == METHODS["tidekv-snapkv"] and choice.selector == SELECTORS["snapkv"]
     assert choice.selector_settings == {"window": 32, "pool": "max", "pool_kernel": 7, "sinks": 0}
     assert (choice.budget, choice.chunk_size, choice.score_block) == (CPU.budget, CPU.chunk_size, CPU.score_block)
-    assert (choice.attention, choice.dtype) == (CPU.attention[0], CPU.dtype)
+    assert (choice.attention[0], choice.dtype) == (CPU.attention[0], CPU.dtype)
     assert choice.max_new_tokens == CPU.max_new_tokens
 
 
@@ -49,7 +49,7 @@ def test_nothing_given_is_the_profile() -> None:
         ("score_block", 11, 22, CPU.score_block),
         ("max_new_tokens", 11, 22, CPU.max_new_tokens),
         ("dtype", "float32", "bfloat16", CPU.dtype),
-        ("attention", "sdpa", "eager", CPU.attention[0]),
+        ("wanted_attention", "sdpa", "eager", "auto"),
     ],
 )
 def test_flag_over_config_over_profile(key: str, flag: object, in_config: object, in_profile: object) -> None:
@@ -74,13 +74,14 @@ def test_the_methods_order() -> None:
 
 
 def test_auto_is_the_profiles_first() -> None:
-    assert settle({"attention": "eager"}, attention="auto").attention == CPU.attention[0]
+    assert settle({"attention": "eager"}, attention="auto").attention[0] == CPU.attention[0]
     assert settle({"dtype": "bfloat16"}, dtype="auto").dtype == CPU.dtype
     assert (
-        settle(profile=CUDA, device_kind="cuda").attention == "flash-attn"
+        settle(profile=CUDA, device_kind="cuda").attention[0] == "flash-attn"
         and settle(profile=CUDA, device_kind="cuda").dtype == "bfloat16"
     )
-    assert settle(profile=CUDA, device_kind="cuda", attention="flash-attn", dtype="float16").attention == "flash-attn"
+    found = settle(profile=CUDA, device_kind="cuda", attention="flash-attn", dtype="float16")
+    assert found.attention == ("flash-attn", "sdpa", "efficient", "math") and found.wanted_attention == "flash-attn"
 
 
 @pytest.mark.parametrize("budget", ["full", "auto"])
@@ -185,8 +186,8 @@ def test_text_that_is_none(key: str) -> None:
 
 def test_another_devices_profile_gives_what_this_device_can_do() -> None:
     other = replace(CPU, kind="cuda", attention=("flash-attn", "sdpa", "eager"), dtype="bfloat16")
-    assert settle(profile=other).attention == "sdpa"
-    assert settle(profile=other, device_kind="cuda").attention == "flash-attn"
+    assert settle(profile=other).attention == ("sdpa", "math", "eager")
+    assert settle(profile=other, device_kind="cuda").attention[:2] == ("flash-attn", "sdpa")
     assert_refused("flash-attn", "CUDA", profile=other, attention="flash-attn")
     assert_refused("float16", "CPU", profile=other, dtype="float16")
     assert_refused("no attention", profile=replace(other, attention=("flash-attn",)))

@@ -13,7 +13,7 @@ from tests.planning import GIB, method, plan_settings
 from tests.references import storage_bytes
 from tidekv_cli.assembly import engine_settings
 from tidekv_cli.catalog import shape_of
-from tidekv_cli.engine.attention import choose_attention
+from tidekv_cli.engine.backends import attention_backend
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.session import Session
@@ -130,7 +130,7 @@ def test_a_real_run_takes_what_is_simulated(
         record_kept=kept,
     )
     ids = torch.randint(0, 128, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-    engine = engine_settings(settings, length, choose_attention(attention, torch.device("cpu")))
+    engine = engine_settings(settings, length, attention_backend(attention, "cpu"))
     prompt, live_peak = Session(model, frozenset()).prefill(ids, engine)
     prefill = simulate(settings, length)[:-1]  # the last phase is decoding
     simulated = max(live_bytes(phase) for phase in prefill)
@@ -174,7 +174,7 @@ def test_a_real_answer_takes_what_is_simulated(tiny_model: Callable[..., Any], a
         max_new_tokens=new,
         device_kind="cpu",
     )
-    engine = engine_settings(settings, 150, choose_attention(attention, torch.device("cpu")))
+    engine = engine_settings(settings, 150, attention_backend(attention, "cpu"))
     session = Session(model, frozenset())
     prompt, _ = session.prefill(list(range(150)), engine)
     meter = LiveMeter()

@@ -16,7 +16,9 @@ _OUT_OF_MEMORY = (
     "bad_alloc",
     "bad allocation",
     "could not create a memory object",  # oneDNN
-    # What the allocator on a Jetson says instead.
+)
+# What a Jetson says when its memory ran out, and at other times too.
+_PERHAPS_OUT_OF_MEMORY = (
     "nvml_success == r internal assert failed",
     "!handles_.at(i) internal assert failed",
     "cuda driver error: device not ready",
@@ -108,15 +110,33 @@ class DeviceError(TideError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is Python's or torch's way to say that an allocation failed."""
+    """Whether `error` is Python's or torch's way to say that an allocation failed.
+
+    What may mean that or another fault is taken for it when the machine's memory is short.
+    """
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     said = str(error).lower()
     if isinstance(error, ImportError):
         return "failed to map segment" in said or "cannot allocate memory" in said
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in said for words in _OUT_OF_MEMORY)
+        isinstance(error, RuntimeError)
+        and (
+            any(words in said for words in _OUT_OF_MEMORY)
+            or (any(words in said for words in _PERHAPS_OUT_OF_MEMORY) and memory_is_short())
+        )
     )
+
+
+def memory_is_short() -> bool:
+    """Whether less than an eighth of the machine's memory can be had; so too where that cannot be read."""
+    import psutil
+
+    try:
+        memory = psutil.virtual_memory()
+    except (OSError, RuntimeError):
+        return True
+    return bool(memory.available < memory.total // 8)
 
 
 def error_of(code: int, message: str, hint: str) -> TideError:

@@ -90,6 +90,15 @@ def torch_fault(index: int) -> str | None:
     return None if total == 28 else f"it adds up 0 to 7 to {total}"
 
 
+def torch_attention_fault(name: str, index: int, dtype: str, heads: tuple[int, int, int]) -> str | None:
+    """Why attention `name` cannot be used on card `index` for (Hq, Hkv, D) heads, None if it can: it is tried."""
+    import torch
+
+    from tidekv_cli.engine.backends import attention_backend, failure
+
+    return failure(attention_backend(name, "cuda"), torch.device("cuda", index), getattr(torch, dtype), heads)
+
+
 def set_torch_allocator(variables: Mapping[str, str]) -> None:
     """Set environment variables that steer torch on a GPU, unless the user has set them.
 
@@ -118,6 +127,7 @@ class Machine:
     cuda: Callable[[], Sequence[CudaCard]] = torch_cards
     jtop: Callable[[], Mapping[str, Any]] = run_jtop
     cuda_fault: Callable[[int], str | None] = torch_fault
+    attention_fault: Callable[[str, int, str, tuple[int, int, int]], str | None] = torch_attention_fault
     set_allocator: Callable[[Mapping[str, str]], None] = set_torch_allocator
 
     @property

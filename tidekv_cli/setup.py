@@ -34,6 +34,7 @@ class Setup:
     limit_bytes: int | None
     elsewhere: bool
     plans: Path
+    machine: machine.Machine
     warnings: tuple[str, ...] = ()
 
     @property
@@ -57,20 +58,15 @@ class Setup:
 
         Raises `DeviceError` where none does.
         """
-        choice, kind = self.choice, self.device.kind
+        choice, index = self.choice, None if self.elsewhere else self.device.index
+        kv_heads = min(spec.kv_heads, 2)
+        heads = spec.heads // spec.kv_heads * kv_heads, kv_heads, spec.head_dim
 
         def trial(name: str) -> str | None:
-            if kind == "cpu" or self.elsewhere:  # torch brings its CPU kernels along
-                return None
-            import torch
+            """Torch brings its CPU kernels along, and what is not here cannot be tried."""
+            return None if index is None else self.machine.attention_fault(name, index, choice.dtype, heads)
 
-            from tidekv_cli.engine.backends import attention_backend, failure
-
-            heads = spec.heads // spec.kv_heads * min(spec.kv_heads, 2), min(spec.kv_heads, 2), spec.head_dim
-            backend = attention_backend(name, "cuda")
-            return failure(backend, torch.device(self.device.address), getattr(torch, choice.dtype), heads)
-
-        return choose_attention(choice.attention, choice.wanted_attention, kind, choice.dtype, spec, trial)
+        return choose_attention(choice.attention, choice.wanted_attention, self.device.kind, choice.dtype, spec, trial)
 
     def plan_settings(
         self, spec: ModelSpec, config: Mapping[str, Any], attention: str, record_kept: bool = False
@@ -138,7 +134,7 @@ def set_up(request: RunRequest, config: Mapping[str, Any], environ: Mapping[str,
     if compute and here.index is not None:
         _set_allocator(this, profile)
         warnings += _tegra_warnings(here.kind, this.environ)
-    return Setup(device, profile, choice, limit, elsewhere, cache_directory(environ) / "plans", tuple(warnings))
+    return Setup(device, profile, choice, limit, elsewhere, cache_directory(environ) / "plans", this, tuple(warnings))
 
 
 def _set_allocator(this: machine.Machine, profile: Profile) -> None:
