@@ -80,16 +80,20 @@ class Runner:
     ) -> tuple[Outcome, list[int], Any]:
         """Tokenize, truncate if allowed, and plan. Raises before any weight is loaded if it cannot work."""
         from tidekv_cli.loading import load_tokenizer
-        from tidekv_cli.prompt import build_prompt, truncate
+        from tidekv_cli.prompt import build_prompt, truncate, unknown_arguments
 
         request = self._request
         fitter = setup.fitter()
         tokenizer = load_tokenizer(files)
         if not request.raw and not getattr(tokenizer, "chat_template", None):
             self._warn("the model has no chat template; the prompt is given to it as it is")
-        prompt = build_prompt(
-            tokenizer, documents, request.prompt, request.system, request.raw, request.template_arguments
-        )
+        arguments = request.template_arguments
+        for argument in arguments if request.raw else unknown_arguments(tokenizer, arguments):
+            self._warn(f"--template-arg {argument} changes nothing: no chat template in use has such a variable")
+        with self._reporter.tokenize_progress() as progress:
+            prompt = build_prompt(
+                tokenizer, documents, request.prompt, request.system, request.raw, arguments, progress
+            )
         _check_vocabulary(files, prompt.token_ids)
         settings = setup.plan_settings(files.spec, files.config, record_kept=request.kept is not None)
         plan = fitter.plan(settings, len(prompt.token_ids))
@@ -161,7 +165,7 @@ class Runner:
         from tidekv_cli.engine.attention import choose_attention
         from tidekv_cli.engine.meter import process_peak_bytes
         from tidekv_cli.engine.session import Session
-        from tidekv_cli.loading import load_model
+        from tidekv_cli.loading import end_tokens, load_model
 
         request, choice, plan = self._request, outcome.choice, outcome.plan
         began = time.perf_counter()
@@ -174,7 +178,7 @@ class Runner:
         )
         try:
             loaded = load_model(files, torch_dtype(plan.settings))
-            session = Session(loaded.model, loaded.end_token_ids)
+            session = Session(loaded.model, loaded.end_token_ids | end_tokens(tokenizer))
             outcome.load_s = time.perf_counter() - began
             began = time.perf_counter()
             with self._reporter.prefill_progress(len(ids)) as progress:
