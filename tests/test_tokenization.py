@@ -16,6 +16,11 @@ UNCUT = ("unigram",)  # of these it is not known where they could be cut
 UNCUT_IN_WORDS = ("deepseek",)
 
 
+def control_text(kind: str) -> list[str]:
+    """A Unigram model makes control tokens of their text, which is not wanted: see the tests of prompts."""
+    return [] if kind == "unigram" else SPECIAL
+
+
 def whole(tokenizer: object, text: str) -> Encoded:
     encoded = tokenizer(
         text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, verbose=False
@@ -30,7 +35,7 @@ def test_random_texts_in_tiny_pieces(kind: str, added: tuple[str, ...]) -> None:
     for seed in range(300):
         text = made_up_text(seed, source.randrange(1, 300))
         if seed % 3 == 0:
-            text += source.choice([*SPECIAL, *ADDED, "<tool"]) + made_up_text(seed + 1000, 40)
+            text += source.choice([*control_text(kind), *ADDED, "<tool"]) + made_up_text(seed + 1000, 40)
         piece = source.randrange(1, 90)
         assert encode(tokenizer, text, piece=piece, overlap=13) == whole(tokenizer, text), (seed, piece, text)
 
@@ -41,7 +46,7 @@ def test_runs_and_repetitions(kind: str) -> None:
     units = [
         *SYLLABLES,
         *GAPS,
-        *SPECIAL,
+        *control_text(kind),
         "ab",
         "abc",
         "aab",

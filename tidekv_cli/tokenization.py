@@ -10,9 +10,11 @@ the whole text.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from tidekv_cli.tokenizer_kind import LOWER, WORD_END, Kind, kind_of
@@ -42,7 +44,8 @@ def encode(
 ) -> Encoded:
     """The ids that `tokenizer` gives for the whole `text`, without tokens of its own around it.
 
-    `control` recognises control tokens in the text; `continues` says that other text comes before it. `progress` is
+    `control` recognises control tokens in the text; without it they are cut where the vocabulary itself would make them
+    of the text all the same. `continues` says that other text comes before it. `progress` is
     told how many characters are done. `overlap` must be longer than the tokens of the vocabulary.
     """
     kind = None if control else kind_of(tokenizer, text)
@@ -55,8 +58,27 @@ def encode(
             whole.starts.extend(part.starts)
             if progress is not None and part.starts:
                 progress(part.starts[-1])
+    if not control and not _control_ids(tokenizer).isdisjoint(whole.ids):
+        whole = _cut_control(tokenizer, text)
     if progress is not None:
         progress(len(text))
+    return whole
+
+
+def _control_ids(tokenizer: Any) -> set[int]:
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return special - {tokenizer.unk_token_id}
+
+
+def _cut_control(tokenizer: Any, text: str) -> Encoded:
+    """The text in parts, of which none holds a control token: each ends after the first letter of one."""
+    names = [re.escape(str(tokenizer.added_tokens_decoder[index])) for index in _control_ids(tokenizer)]
+    cuts = [match.start() + 1 for match in re.finditer(rf"(?={'|'.join(names)})", text)]
+    whole = Encoded([], [])
+    for begin, stop in pairwise([0, *cuts, len(text)]):
+        part = _call(tokenizer, text[begin:stop], False, begin)
+        whole.ids.extend(part.ids)
+        whole.starts.extend(part.starts)
     return whole
 
 
