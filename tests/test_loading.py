@@ -453,3 +453,12 @@ def test_a_tokenizer_without_any_end() -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.eos_token = None
     assert end_tokens(tokenizer) == frozenset()
+
+
+def test_a_tokenizer_that_does_not_say_where_tokens_begin(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        is_fast = False
+
+    monkeypatch.setattr("tidekv_cli.loading.AutoTokenizer.from_pretrained", lambda *_, **__: Slow())
+    with pytest.raises(ModelError, match="is a Slow"):
+        load_tokenizer(inspect_model(directory))

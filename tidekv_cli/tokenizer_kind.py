@@ -97,8 +97,8 @@ def kind_of(tokenizer: Any, text: str) -> Kind | None:
     model, tokens = backend.model, backend.get_added_tokens_decoder().values()
     if model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
-    found = [token for token in tokens if not token.special and token.content in text]
-    if any(t.lstrip or t.rstrip or t.single_word or t.normalized for t in found):
+    plain = [token for token in tokens if not token.special]
+    if any((t.lstrip or t.rstrip or t.single_word or t.normalized) and t.content in text for t in plain):
         return None
     pre_steps = list(_steps(_state(backend.pre_tokenizer), "pretokenizers"))
     steps = list(_steps(_state(backend.normalizer), "normalizers"))
@@ -111,7 +111,7 @@ def kind_of(tokenizer: Any, text: str) -> Kind | None:
     if model.ignore_merges or not _keeps_whole(steps, pre_steps):
         return None
     prepends = any(step["type"] == "Prepend" or step.get("prepend_scheme") == "always" for step in steps + pre_steps)
-    if prepends and found:  # the text after each would get its own space
+    if prepends and any(token.content in text for token in plain):  # the text after each would get its own space
         return None
     return Kind(False, False, added, backend.normalizer, backend.pre_tokenizer)
 
