@@ -44,9 +44,9 @@ def encode(
 ) -> Encoded:
     """The ids that `tokenizer` gives for the whole `text`, without tokens of its own around it.
 
-    `control` recognises control tokens in the text; without it they are cut where the vocabulary itself would make them
-    of the text all the same. `continues` says that other text comes before it. `progress` is
-    told how many characters are done. `overlap` must be longer than the tokens of the vocabulary.
+    `control` recognises control tokens in the text; without it their text is cut where the vocabulary would make them
+    of it all the same. `continues` says that other text comes before. `progress` is told how many characters are done.
+    `overlap` must be longer than the tokens of the vocabulary.
     """
     kind = None if control else kind_of(tokenizer, text)
     if kind is None or (len(text) <= piece and not continues):
@@ -59,7 +59,7 @@ def encode(
             if progress is not None and part.starts:
                 progress(part.starts[-1])
     if not control and not _control_ids(tokenizer).isdisjoint(whole.ids):
-        whole = _cut_control(tokenizer, text)
+        whole = _cut_control(tokenizer, text, whole)
     if progress is not None:
         progress(len(text))
     return whole
@@ -70,10 +70,12 @@ def _control_ids(tokenizer: Any) -> set[int]:
     return special - {tokenizer.unk_token_id}
 
 
-def _cut_control(tokenizer: Any, text: str) -> Encoded:
-    """The text in parts, of which none holds a control token: each ends after the first letter of one."""
+def _cut_control(tokenizer: Any, text: str, found: Encoded) -> Encoded:
+    """The text in parts, each of which ends after the first letter of a control token; `found` where there is none."""
     names = [re.escape(str(tokenizer.added_tokens_decoder[index])) for index in _control_ids(tokenizer)]
     cuts = [match.start() + 1 for match in re.finditer(rf"(?={'|'.join(names)})", text)]
+    if not cuts:  # tokens for bytes may be called control tokens
+        return found
     whole = Encoded([], [])
     for begin, stop in pairwise([0, *cuts, len(text)]):
         part = _call(tokenizer, text[begin:stop], False, begin)
