@@ -263,3 +263,47 @@ def test_real_pipes(document: str) -> None:
     )
     done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True)
     assert done.returncode == 0 and '"schema": 1' in done.stdout
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("flags", [(), ("-q",)])
+def test_progress_of_tokenization_is_for_terminals(document: str, flags: tuple[str, ...]) -> None:
+    out, err = io.BytesIO(), Terminal()
+    environment = Environment(io.BytesIO(), out, err, dict(os.environ))
+    assert main(["run", document, *QUESTION, "-n", "2", "--dry-run", "--json", *flags], environment) == 0
+    assert ("tokenize" in err.getvalue()) == (not flags)
+    assert out.getvalue().startswith(b"{")
+    assert "tokenize" not in run_cli("run", document, *QUESTION, "--dry-run").err
+
+
+def test_an_interrupt_during_tokenization(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tidekv_cli.tokenization._call", interrupt)
+    run_cli("run", document).assert_error(130, "interrupted")
+
+
+def test_a_template_variable_that_is_not_there(document: str) -> None:
+    result = run_cli("run", document, "--dry-run", "--template-arg", "enable_thinking=false")
+    assert result.code == 0 and "enable_thinking changes nothing" in result.err
+    raw = run_cli("run", document, "--dry-run", "--raw", "--template-arg", "a=1", "--json")
+    assert any("--template-arg a changes nothing" in warning for warning in raw.document["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("false", False), ("False", False), ("True", True), ("None", None), ("null", None)),
+        *(("3", 3), ("0.5", 0.5), ("[1]", [1]), ("text", "text"), ('"3"', "3"), ("", "")),
+    ],
+)
+def test_values_of_template_variables(text: str, value: object) -> None:
+    from tidekv_cli.commands.run import _literal
+
+    found = _literal(text)
+    assert found == value and type(found) is type(value)

@@ -308,3 +308,12 @@ def test_damaged_metadata(changes: dict[str, Any], word: str) -> None:
 def test_damaged_sentencepiece_metadata(changes: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"some/model\.gguf"):
         sentencepiece(**changes)
+
+
+def test_text_never_merges_to_a_control_token() -> None:
+    metadata = sentencepiece_metadata()
+    for key, more in (("tokens", ["<", ">", "/", "</", "s>"]), ("scores", [-20.0] * 5), ("token_type", [1] * 5)):
+        metadata[f"tokenizer.ggml.{key}"] = metadata[f"tokenizer.ggml.{key}"] + more
+    tokenizer = build_tokenizer(GgufFile(Path("some/model.gguf"), metadata, {}))
+    ids = tokenizer("a</s>", add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids)[-2:] == ["</", "s>"]

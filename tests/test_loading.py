@@ -27,7 +27,7 @@ from tests.builders import (
     write_llama_gguf,
 )
 from tidekv_cli.errors import ModelError
-from tidekv_cli.loading import LoadedModel, load_model, load_tokenizer
+from tidekv_cli.loading import LoadedModel, end_tokens, load_model, load_tokenizer
 from tidekv_cli.model_spec import inspect_model
 
 KIND = GGMLQuantizationType
@@ -425,3 +425,40 @@ def test_the_embedded_model_knows_english(embedded_model: LoadedModel, embedded_
     ids = embedded_tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
     best = embedded_model.model(ids).logits[0, -1].topk(3).indices
     assert " Paris" in [embedded_tokenizer.decode(token) for token in best]
+
+
+TURNS = "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (None, set()),
+        (TURNS, {"<|im_end|>"}),
+        (TURNS.replace("<|im_end|>", " <|im_end|>\n<|im_start|>"), {"<|im_end|>"}),
+        ("{{ messages[-1]['content'] }}", set()),
+        ("{{ raise_exception('no answers') }}", set()),
+        ("{{ nothing.at.all }}", set()),
+    ],
+)
+def test_end_tokens_of_a_tokenizer(template: str | None, expected: set[str]) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.eos_token = "<|endoftext|>"
+    names = expected | {"<|endoftext|>"}
+    assert end_tokens(tokenizer) == set(tokenizer.convert_tokens_to_ids(sorted(names)))
+
+
+def test_a_tokenizer_without_any_end() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.eos_token = None
+    assert end_tokens(tokenizer) == frozenset()
+
+
+def test_a_tokenizer_that_does_not_say_where_tokens_begin(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        is_fast = False
+
+    monkeypatch.setattr("tidekv_cli.loading.AutoTokenizer.from_pretrained", lambda *_, **__: Slow())
+    with pytest.raises(ModelError, match="is a Slow"):
+        load_tokenizer(inspect_model(directory))

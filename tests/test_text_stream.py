@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.builders import sentencepiece_metadata
+from tests.tokenizer_kinds import KINDS, tokenizer_of
 from tidekv_cli.gguf_file import GgufFile
 from tidekv_cli.gguf_tokenizer import build_tokenizer
 from tidekv_cli.text_stream import TextStream
@@ -70,3 +72,59 @@ def test_what_only_looked_like_a_stop_is_shown(embedded_tokenizer: Any) -> None:
     stream = TextStream(embedded_tokenizer, ["more...", "words; "])
     assert "".join(pushed(stream, ids)) == TEXTS[0]
     assert not stream.stopped
+
+
+def random_ids(tokenizer: Any, source: random.Random) -> list[int]:
+    """Any tokens, runs of the same few, bytes above all, and ids beyond the vocabulary."""
+    size = len(tokenizer)
+    few = [source.randrange(size) for _ in range(3)]
+    return [
+        source.choice([source.randrange(size), source.choice(few), source.randrange(min(size, 260)), size + 5])
+        for _ in range(source.randrange(1, 40))
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_tokens_add_up_to_the_whole_decoding(kind: str) -> None:
+    tokenizer, source = tokenizer_of(kind, ("<tool>", "é", " x")), random.Random(kind)
+    for _ in range(1000):
+        ids = random_ids(tokenizer, source)
+        pieces = pushed(TextStream(tokenizer), ids)
+        whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert "".join(pieces) == whole, tokenizer.convert_ids_to_tokens(ids)
+
+
+def test_valid_bytes_are_shown_at_the_end_of_their_run() -> None:
+    tokenizer = tokenizer_of("llama2")
+    euro = tokenizer.convert_tokens_to_ids(["<0xE2>", "<0x82>", "<0xAC>"])
+    stream = TextStream(tokenizer)
+    x = tokenizer.convert_tokens_to_ids("x")
+    assert [stream.push(token) for token in [*euro, x, *euro[:2], x]] == ["", "", "", "€x", "", "", "\ufffd\ufffdx"]
+
+
+def test_bytes_are_shown_as_soon_as_they_are_whole() -> None:
+    tokenizer = tokenizer_of("gpt2")
+    ids = tokenizer.convert_tokens_to_ids(["â", "Ĥ", "¬", "â", "x"])
+    stream = TextStream(tokenizer)
+    assert [stream.push(token) for token in ids] == ["", "", "€", "", "\ufffdx"]
+
+
+@pytest.mark.parametrize(("kind", "token"), [("gpt2", "â"), ("gpt2", "Ĥ"), ("llama2", "<0xE2>"), ("gemma", "ba")])
+def test_a_push_takes_no_longer_as_the_answer_grows(kind: str, token: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    token_id = tokenizer.convert_tokens_to_ids(token)
+    decoded = 0
+
+    class Counting:
+        backend_tokenizer = tokenizer.backend_tokenizer
+        added_tokens_decoder = tokenizer.added_tokens_decoder
+
+        def decode(self, ids: list[int], **settings: Any) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return tokenizer.decode(ids, **settings)
+
+    stream = TextStream(Counting())
+    shown = "".join(stream.push(token_id) for _ in range(3000)) + stream.close()
+    assert shown == tokenizer.decode([token_id] * 3000)
+    assert decoded <= 4 * 3000

@@ -6,6 +6,7 @@ a merge is as good as the score of the token it makes.
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from tidekv_cli.errors import ModelError
 from tidekv_cli.gguf_file import GgufFile
 
-_CONTROL, _USER_DEFINED = 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -58,7 +59,7 @@ def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
         pre = file.value("tokenizer.ggml.pre", str, _UNNAMED)
         backend, begins_with_bos = _byte_level(file, pre, tokens), pre in _LLAMA3
     elif kind == "llama":
-        backend, begins_with_bos = _sentencepiece(file, tokens, named.get("unk_token", 0)), True
+        backend, begins_with_bos = _sentencepiece(file, tokens, types, named.get("unk_token", 0)), True
     else:
         raise ModelError(
             f"{file.path} has a tokenizer of kind {kind!r}, which is not supported",
@@ -132,13 +133,15 @@ def _byte_level(file: GgufFile, pre: str, tokens: list[str]) -> Tokenizer:
     return backend
 
 
-def _sentencepiece(file: GgufFile, tokens: list[str], unknown: int) -> Tokenizer:
+def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int], unknown: int) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     scores = file.values("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens) or not tokens:
         raise ModelError(f"{file.path} has {len(scores)} scores for {len(tokens)} tokens", "use a complete GGUF file")
     ranked: list[tuple[float, int, int, tuple[str, str]]] = []
-    for index, token in enumerate(tokens):
+    for index, (token, token_type) in enumerate(zip_longest(tokens, types[: len(tokens)])):
+        if token_type in (_UNKNOWN, _CONTROL, _BYTE):  # text never becomes one of these
+            continue
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in vocab and right in vocab:

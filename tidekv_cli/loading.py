@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,28 @@ def load_tokenizer(files: ModelFiles) -> Any:
             return build_tokenizer(files.gguf)
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             raise ModelError(f"{path} holds no tokenizer (tokenizer.json)", "fetch or copy the whole model directory")
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if not tokenizer.is_fast:
+            raise ModelError(
+                f"the tokenizer of {path} is a {type(tokenizer).__name__}, which does not say where its tokens begin",
+                "use a model directory with a tokenizer.json",
+            )
+        return tokenizer
+
+
+def end_tokens(tokenizer: Any) -> frozenset[int]:
+    """Tokens at which an answer ends by the tokenizer: its end token, and what its template puts after an answer."""
+    ends = {tokenizer.eos_token_id} - {None}
+    answer = "\ue000answer\ue001"
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    text = ""
+    if getattr(tokenizer, "chat_template", None):
+        with suppress(Exception):  # a template raises whatever its author chose, and may not know answers
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
+    rest = text.partition(answer)[2].lstrip()
+    special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    following = max((token for token in special if token and rest.startswith(token)), key=len, default=None)
+    return frozenset(ends if following is None else ends | {special[following]})
 
 
 def load_model(files: ModelFiles, dtype: torch.dtype, device: torch.device = _CPU) -> LoadedModel:

@@ -10,12 +10,12 @@ from typing import Any
 
 from tidekv_cli.catalog import DEFAULT_MODEL
 from tidekv_cli.documents import Document
-from tidekv_cli.errors import ModelError, TideError, WindowError
+from tidekv_cli.errors import InputError, ModelError, TideError, UsageError, WindowError
 from tidekv_cli.model_spec import ModelFiles, inspect_model
 from tidekv_cli.outcome import Outcome
 from tidekv_cli.plan import Plan
 from tidekv_cli.plan_settings import PlanSettings
-from tidekv_cli.request import RunRequest, first_given
+from tidekv_cli.request import TRUNCATIONS, RunRequest, first_given
 from tidekv_cli.run import Run
 from tidekv_cli.settings import load_settings
 from tidekv_cli.setup import Setup, set_up
@@ -128,7 +128,7 @@ class Model:
 
     def plan(
         self,
-        documents: Sequence[Document | str],
+        documents: str | Sequence[Document | str],
         question: str | None = None,
         system: str | None = None,
         *,
@@ -137,22 +137,31 @@ class Model:
         truncate: str = "error",
         allow_beyond_window: bool = False,
         record_kept: bool = False,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Run:
         """Tokenize the documents with the question after them, drop what `truncate` allows, and plan the prompt.
 
         Whether it fits is in `Run.plan`; `Run.check` raises where it does not. `record_kept` keeps the positions that
-        stay for `Run.kept`. Raises `UsageError` where the chat template refuses, `InputError` for texts without one
-        token.
+        stay for `Run.kept`; `progress` is told the characters tokenized and their number. Raises `UsageError` where
+        the chat template refuses, and `InputError` where there is not one token.
         """
-        from tidekv_cli.prompt import build_prompt
+        from tidekv_cli.prompt import build_prompt, unknown_arguments
         from tidekv_cli.prompt import truncate as shortened
 
-        texts = [Document(f"document {n}", d) if isinstance(d, str) else d for n, d in enumerate(documents, start=1)]
+        if truncate not in TRUNCATIONS:
+            raise UsageError(f"truncate {truncate} is not known", f"use one of {', '.join(TRUNCATIONS)}")
+        given = [documents] if isinstance(documents, str) else documents
+        texts = [Document(f"document {n}", d) if isinstance(d, str) else d for n, d in enumerate(given, start=1)]
         warnings: list[str] = []
         if not raw and not getattr(self.tokenizer, "chat_template", None):
             warnings.append("the model has no chat template; the prompt is given to it as it is")
-        prompt = build_prompt(self.tokenizer, texts, question, system, raw, template_arguments)
-        self._check_vocabulary(prompt.token_ids)
+        arguments = template_arguments or {}
+        warnings += [
+            f"--template-arg {argument} changes nothing: no chat template in use has such a variable"
+            for argument in (arguments if raw else unknown_arguments(self.tokenizer, arguments))
+        ]
+        prompt = build_prompt(self.tokenizer, texts, question, system, raw, arguments, progress)
+        self._check_tokens(prompt.token_ids)
         settings = self.settings(record_kept)
         window = None if allow_beyond_window else settings.spec.context_window
         window_left = max(_or_no_limit(window) - settings.max_new_tokens, 0)
@@ -175,7 +184,8 @@ class Model:
         return run
 
     def plan_tokens(self, token_ids: Sequence[int], allow_beyond_window: bool = False) -> Run:
-        """Plan a prompt that is token ids already."""
+        """Plan a prompt that is token ids already. Raises `InputError` for none, `ModelError` for unknown ones."""
+        self._check_tokens(token_ids)
         plan = self._fitter.plan(self.settings(), len(token_ids))
         return self._run(token_ids, plan, allow_beyond_window)
 
@@ -210,20 +220,22 @@ class Model:
 
         from tidekv_cli.assembly import torch_dtype
         from tidekv_cli.engine.session import Session
-        from tidekv_cli.loading import load_model
+        from tidekv_cli.loading import end_tokens, load_model
 
         began = time.perf_counter()
         device = torch.device(self.setup.device.address)
         loaded = load_model(self.files, torch_dtype(self.settings()), device)
-        self._session = Session(loaded.model, loaded.end_token_ids)
+        self._session = Session(loaded.model, loaded.end_token_ids | end_tokens(self.tokenizer))
         return self._session, time.perf_counter() - began
 
     def _warn(self, text: str) -> None:
         self.warnings.append(text)
         self._tell(text)
 
-    def _check_vocabulary(self, ids: list[int]) -> None:
-        highest, known = max(ids, default=0), self.files.spec.vocab_size
+    def _check_tokens(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise InputError("the prompt has not one token", "give a document or a question")
+        highest, known = max(ids), self.files.spec.vocab_size
         if highest >= known:
             raise ModelError(
                 f"the tokenizer of {self.files.path} gives token {highest}, and the model knows {known}",

@@ -6,14 +6,17 @@ Control text inside a document or question stays text; the template's own contro
 from __future__ import annotations
 
 import inspect
+import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 from tidekv_cli.documents import Document
 from tidekv_cli.errors import UsageError, WindowError
+from tidekv_cli.tokenization import PIECE, encode
+from tidekv_cli.tokenizer_kind import kind_of
 
 _SEPARATOR = "\n\n"
 _PLACEHOLDER = "\ue000document\ue001"
@@ -37,9 +40,12 @@ def build_prompt(
     system: str | None = None,
     raw: bool = False,
     template_arguments: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    piece: int = PIECE,
 ) -> Prompt:
     """The documents in order, then the question, as one user message (or, `raw`, as they are).
 
+    `progress` is told the characters done and their number; `piece` is how many go through the tokenizer at once.
     Raises `UsageError` where the template refuses, for example a system message that it has no place for.
     """
     stripped = 0  # characters that the template takes away at the front
@@ -55,18 +61,17 @@ def build_prompt(
         if trims:
             stripped = len(body) - len(body.lstrip())
             body = body.strip()
-    pieces = _pieces(tokenizer, before, body, after)
+    total = len(before) + len(body) + len(after)
     ids, starts = list(start_ids), [-1] * len(start_ids)
-    for offset, text, control in pieces:
-        encoded = tokenizer(
-            text,
-            add_special_tokens=False,
-            split_special_tokens=not control,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
-        ids += encoded["input_ids"]
-        starts += [offset + begin for begin, _ in encoded["offset_mapping"]]
+    for offset, text, control in _parts(tokenizer, before, body, after):
+
+        def told(done: int, offset: int = offset) -> None:
+            if progress is not None:
+                progress(offset + done, total)
+
+        encoded = encode(tokenizer, text, control, offset > 0, told, piece)
+        ids += encoded.ids
+        starts += [offset + begin for begin in encoded.starts]
     lengths = [len(document.text) + len(_SEPARATOR) for document in documents]
     borders = [min(max(end - stripped, 0), len(body)) + len(before) for end in accumulate(lengths)]
     return _with_spans(ids, starts, len(before), borders)
@@ -101,27 +106,33 @@ def _template(tokenizer: Any, system: str | None, arguments: Mapping[str, Any]) 
     return before, after, marker is _PLACEHOLDER
 
 
-def _pieces(tokenizer: Any, before: str, body: str, after: str) -> list[tuple[int, str, bool]]:
-    """(offset, text, whether control tokens are recognised): one piece unless the body holds control text itself."""
+def _parts(tokenizer: Any, before: str, body: str, after: str) -> list[tuple[int, str, bool]]:
+    """(offset, text, whether control tokens are recognised): the template's first and last control tokens apart."""
     if not before and not after:
         return [(0, body, False)]
-    control = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    if not any(token in body for token in control):
+    special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+    control = [str(token) for token in special]
+    if not any(token in body for token in control) and (
+        kind_of(tokenizer, before + body + after) is None or any(t.lstrip or t.rstrip or t.single_word for t in special)
+    ):
         return [(0, before + body + after, True)]
     # The plain text around the body is encoded with it, so that no token border is forced where there is none.
     head = max((before.rfind(token) + len(token) for token in control if token in before), default=0)
     found = [after.find(token) for token in control if token in after]
     tail = min(found, default=len(after))
-    middle = before[head:] + body + after[:tail]
-    return [
-        piece
-        for piece in (
-            (0, before[:head], True),
-            (head, middle, False),
-            (len(before) + len(body) + tail, after[tail:], True),
-        )
-        if piece[1]
-    ]
+    parts = (
+        (0, before[:head], True),
+        (head, before[head:] + body + after[:tail], False),
+        (len(before) + len(body) + tail, after[tail:], True),
+    )
+    return [part for part in parts if part[1]]
+
+
+def unknown_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> list[str]:
+    """Names that the chat template never mentions, so that setting them changes nothing."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    source = "\n".join(template.values()) if isinstance(template, Mapping) else str(template)
+    return [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", source)]
 
 
 def truncate(prompt: Prompt, limit: int, where: str) -> Prompt:

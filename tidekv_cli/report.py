@@ -152,20 +152,24 @@ class Reporter:
     @contextmanager
     def prefill_progress(self, prompt_tokens: int) -> Iterator[Callable[[int, int], None]]:
         """A bar over layers × chunks with tokens per second and time left, on a terminal only."""
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        with self._bar("prefill", _TokenRate(prompt_tokens), *times) as update:
+            yield update
+
+    @contextmanager
+    def tokenize_progress(self) -> Iterator[Callable[[int, int], None]]:
+        """A bar over the prompt's characters, on a terminal only."""
+        with self._bar("tokenize", TimeElapsedColumn()) as update:
+            yield update
+
+    @contextmanager
+    def _bar(self, name: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
         if self._quiet or not self._console.is_terminal:
             yield lambda done, total: None
             return
-        columns = (
-            TextColumn("prefill"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            _TokenRate(prompt_tokens),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=self._console, transient=True) as bar:
-            task = bar.add_task("prefill", total=None)
+        shown = (TextColumn(name), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), *columns)
+        with Progress(*shown, console=self._console, transient=True) as bar:
+            task = bar.add_task(name, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

@@ -40,16 +40,18 @@ class Runner:
         model.open()
         if request.kept is not None:
             KeptFile(request.kept).check([model.files.path])
-        run = model.plan(
-            documents,
-            request.prompt,
-            request.system,
-            raw=request.raw,
-            template_arguments=request.template_arguments,
-            truncate=request.truncate,
-            allow_beyond_window=request.allow_beyond_window,
-            record_kept=request.kept is not None,
-        )
+        with self._reporter.tokenize_progress() as progress:
+            run = model.plan(
+                documents,
+                request.prompt,
+                request.system,
+                raw=request.raw,
+                template_arguments=request.template_arguments,
+                truncate=request.truncate,
+                allow_beyond_window=request.allow_beyond_window,
+                record_kept=request.kept is not None,
+                progress=progress,
+            )
         try:
             run.check()
         except TideError:

@@ -2,52 +2,42 @@
 
 from __future__ import annotations
 
+import codecs
+import json
+import re
 from collections.abc import Sequence
 from typing import Any
+
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class TextStream:
     """Feed ids with `push`, read what may be shown; `stopped` tells that a stop string was met.
 
-    A character whose bytes are still incomplete is held back, and so is text that may begin a stop string.
+    What is shown adds up to the decoding of all ids at once. A character whose bytes are still incomplete is held
+    back, and so is text that may begin a stop string.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+        backend = tokenizer.backend_tokenizer
+        decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+        self._text: _Bytes | _Groups = _Bytes() if decoder.get("type") == "ByteLevel" else _Groups(tokenizer)
+        self._token = backend.id_to_token
+        self._left_out = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._stops = [stop for stop in stops if stop]
-        self._ids: list[int] = []
-        self._context = 0  # where the newest text that was decoded for good begins, always at a whole character
-        self._settled = 0  # and where it ends
         self._held = ""
         self.stopped = False
 
     def push(self, token_id: int) -> str:
         """Add one token; returns the text that can be shown now, perhaps none."""
-        self._ids.append(token_id)
-        return self._show(self._new_text(), final=False)
+        token = None if token_id in self._left_out else self._token(token_id)
+        return "" if token is None else self._show(self._text.push(token_id, token), final=False)
 
     def close(self) -> str:
         """What was held back, at the end of the answer."""
         if self.stopped:
             return ""
-        return self._show(self._new_text(final=True), final=True)
-
-    def _new_text(self, final: bool = False) -> str:
-        # Decoding the text before along keeps a tokenizer from stripping the space before a word.
-        known = self._decode(self._ids[self._context : self._settled])
-        text = self._decode(self._ids[self._context :])
-        if text.endswith("\ufffd") and not final:
-            return ""
-        new = text[len(known) :]
-        if new:
-            self._context = self._settled
-        self._settled = len(self._ids)
-        return new
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(
-            self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) if ids else ""
-        )
+        return self._show(self._text.close(), final=True)
 
     def _show(self, new: str, final: bool) -> str:
         text = self._held + new
@@ -66,3 +56,58 @@ class TextStream:
             if any(stop.startswith(text[-size:]) for stop in self._stops):
                 return size
         return 0
+
+
+class _Bytes:
+    """Byte-level vocabularies: each letter of a token stands for a byte, unless one of them stands for none."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, _id: int, token: str) -> str:
+        try:
+            data = bytes([_BYTE_OF[letter] for letter in token])
+        except KeyError:
+            data = token.encode()
+        return self._decoder.decode(data)
+
+    def close(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _Groups:
+    """Other vocabularies. One invalid byte makes its whole run of byte tokens invalid, so that a run waits for its end.
+
+    The group before is decoded along: a decoder strips the space before the first word.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._before: list[int] = []
+        self._known = ""  # the text of `_before`
+        self._open: list[int] = []
+
+    def push(self, token_id: int, token: str) -> str:
+        self._open.append(token_id)
+        return "" if _BYTE.fullmatch(token) else self.close()
+
+    def close(self) -> str:
+        if not self._open:
+            return ""
+        new = self._decode(self._before + self._open)[len(self._known) :]
+        self._before, self._open = self._open, []
+        self._known = self._decode(self._before)
+        return new
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _letters_of_bytes() -> dict[str, int]:
+    """GPT-2's letters: bytes that print stand for themselves, the others take letters from 256 on, in order."""
+    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printing]
+    return {chr(byte): byte for byte in printing} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _letters_of_bytes()

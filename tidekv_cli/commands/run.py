@@ -114,8 +114,13 @@ def run(
     raise typer.Exit(int(Runner(request, context.obj).run()))
 
 
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+
+
 def _literal(value: str) -> Any:
-    """`true`, numbers and lists as themselves, anything else as text."""
+    """`true`, numbers and lists as themselves, Python's `True`, `False` and `None` too; anything else as text."""
+    if value in _PYTHON_WORDS:
+        return _PYTHON_WORDS[value]
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
