@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ _GGUF_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _PLAIN = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
-_BLOCKS_AT_A_TIME = 1 << 16
+_VALUES_AT_A_TIME = 1 << 21
 
 
 def model_from_gguf(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
@@ -42,16 +42,13 @@ def model_from_gguf(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     state: dict[str, torch.Tensor] = {}
     with file.path.open("rb") as stream:
-        # Never written to, but torch wants arrays that could be.
-        blob = np.asarray(np.memmap(stream, dtype=np.uint8, mode="c"))
         for entry in file.tensors.values():
             name = _hugging_face_name(entry.name)
             if name is not None:
-                state[name] = _unpermuted(name, _dequantised(blob, entry, dtype), config)
+                state[name] = _unpermuted(name, _dequantised(stream, entry, dtype), config)
         factors = file.tensors.get("rope_freqs.weight")
         if factors is not None:
-            _divide_frequencies(model, _dequantised(blob, factors, torch.float32), file.path)
-        del blob
+            _divide_frequencies(model, _dequantised(stream, factors, torch.float32), file.path)
     missing, unexpected = _assign(model, state, file.path)
     if missing or unexpected:
         raise ModelError(
@@ -79,26 +76,26 @@ def _hugging_face_name(name: str) -> str | None:
     return f"{prefix}{_GGUF_NAMES[match[2]]}.{match[3]}"
 
 
-def _dequantised(blob: np.ndarray[Any, Any], entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
-    """One tensor in `dtype`, `entry.shape`; blocks are unpacked in float32, a bounded number at a time."""
+def _dequantised(stream: BinaryIO, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
+    """One tensor in `dtype`, `entry.shape`; blocks are read and unpacked to float32 a bounded number at a time."""
     kind = GGMLQuantizationType(entry.type_id)
-    packed = blob[entry.start : entry.start + entry.nbytes]
-    if kind in _PLAIN:
-        plain = torch.from_numpy(packed.view(_PLAIN[kind])).view(entry.shape)
-        return torch.empty(entry.shape, dtype=dtype).copy_(plain)
-    codec = getattr(quants, kind.name, None)
-    if codec is None:
+    codec = None if kind in _PLAIN else getattr(quants, kind.name, None)
+    if codec is None and kind not in _PLAIN:
         raise ModelError(
             f"tensor {entry.name!r} is stored as {kind.name}, which cannot be unpacked",
             "use another quantisation",
         )
-    block, block_bytes = GGML_QUANT_SIZES[kind]
     if hasattr(codec, "init_grid"):
         codec.init_grid()
-    blocks = packed.reshape(-1, block_bytes)
-    out = torch.empty(len(blocks), block, dtype=dtype)
-    for first in range(0, len(blocks), _BLOCKS_AT_A_TIME):
-        piece = codec.dequantize_blocks(blocks[first : first + _BLOCKS_AT_A_TIME])
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    count = entry.nbytes // block_bytes
+    out = torch.empty(count, block, dtype=dtype)
+    at_a_time = max(_VALUES_AT_A_TIME // block, 1)
+    # Not mapped: pages that were read would count as the process's own.
+    stream.seek(entry.start)
+    for first in range(0, count, at_a_time):
+        packed = np.fromfile(stream, np.uint8, min(at_a_time, count - first) * block_bytes).reshape(-1, block_bytes)
+        piece = packed.view(_PLAIN[kind]) if codec is None else codec.dequantize_blocks(packed)
         out[first : first + len(piece)] = torch.from_numpy(piece.reshape(-1, block))
     return out.view(entry.shape)
 

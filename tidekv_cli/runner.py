@@ -61,12 +61,14 @@ class Runner:
         source = resolve_model(name, environ, request.offline, self._reporter.note)
         if request.kept is not None:
             KeptFile(request.kept).check([source.path])
-        files = inspect_model(source.path)
+        files = inspect_model(source.path, name)
+        source.fetch_tokenizer()
         outcome, ids, tokenizer = self._prepare(name, files, setup, documents)
         self._reporter.plan(outcome)
         if request.dry_run:
             return self._end(outcome)
         try:
+            source.fetch_weights()
             self._generate(outcome, files, tokenizer, ids, sampling, setup.ceiling_bytes)
         except KeyboardInterrupt:
             outcome.finish_reason = "interrupted"

@@ -93,10 +93,12 @@ def _run(request: RunRequest, prompt_tokens: int, environ: Mapping[str, str]) ->
         config = load_settings(environ)
         setup = set_up(request, config, environ)
         name = first_given(request.model, config.get("model"), DEFAULT_MODEL)
-        files = inspect_model(resolve_model(name, environ, request.offline).path)
+        source = resolve_model(name, environ, request.offline)
+        files = inspect_model(source.path, name)
         planned = setup.fitter().starting_point(setup.plan_settings(files.spec, files.config))
         attention = choose_attention(planned.attention, torch.device(setup.device.address))
         settings = engine_settings(planned, prompt_tokens, attention)
+        source.fetch_weights()
         session = Session(load_model(files, torch_dtype(planned)).model, frozenset())
         ids = [number % files.spec.vocab_size for number in range(prompt_tokens)]
         prompt, live = session.prefill(ids, settings, ceiling_bytes=setup.ceiling_bytes)
