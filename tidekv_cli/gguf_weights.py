@@ -79,7 +79,7 @@ def _hugging_face_name(name: str) -> str | None:
 def _dequantised(stream: BinaryIO, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
     """One tensor in `dtype`, `entry.shape`; blocks are read and unpacked to float32 a bounded number at a time."""
     kind = GGMLQuantizationType(entry.type_id)
-    codec = None if kind in _PLAIN else getattr(quants, kind.name, None)
+    codec: Any = None if kind in _PLAIN else getattr(quants, kind.name, None)
     if codec is None and kind not in _PLAIN:
         raise ModelError(
             f"tensor {entry.name!r} is stored as {kind.name}, which cannot be unpacked",

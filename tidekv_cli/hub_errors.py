@@ -33,6 +33,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _refused(repository: str, revision: str | None, name: str, error: Exception, status: int) -> tuple[str, str]:
     """Message and hint where the hub answered."""
+    from huggingface_hub import constants
     from huggingface_hub.errors import (
         DisabledRepoError,
         EntryNotFoundError,
@@ -41,7 +42,7 @@ def _refused(repository: str, revision: str | None, name: str, error: Exception,
         RevisionNotFoundError,
     )
 
-    page = f"https://huggingface.co/{repository}"
+    page = f"{constants.ENDPOINT}/{repository}"
     if isinstance(error, GatedRepoError):  # which is a RepositoryNotFoundError too
         if status == 401:
             return f"{name} is gated, and you are not logged in", f"accept its licence at {page}, then {_LOG_IN}"
@@ -66,7 +67,7 @@ def _refused(repository: str, revision: str | None, name: str, error: Exception,
             "give a model in the transformers format, or download a .gguf file and give its path",
         )
     if status == 401:
-        return f"the hub does not accept the token that it is given for {name}", _LOG_IN
+        return f"the hub wants a valid login before it gives {name}", _LOG_IN
     if status == 403:
         return f"the hub forbids fetching {name}", "the token may lack the right to read; make one that has it"
     return f"the hub answered {status} when asked for {name}", "try again later"
@@ -78,7 +79,10 @@ def _unanswered(name: str, causes: list[BaseException], offline: bool) -> tuple[
 
     error = causes[0]
     if offline:
-        return f"{name} is not on disk and --offline forbids fetching it", "leave out --offline where there is a network"
+        return (
+            f"{name} is not on disk and --offline forbids fetching it",
+            "leave --offline out where there is a network",
+        )
     if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
         return f"{name} is not on disk and HF_HUB_OFFLINE forbids fetching it", "unset HF_HUB_OFFLINE"
     if isinstance(error, LocalEntryNotFoundError):
@@ -91,4 +95,4 @@ def _unanswered(name: str, causes: list[BaseException], offline: bool) -> tuple[
             f"{name} cannot be fetched from the hub: {error.strerror}",
             "check the network, the free disk space and the permissions of the hub's cache (HF_HOME)",
         )
-    return f"{name} cannot be fetched from the hub: {error}", "check the network and try again"
+    return f"{name} cannot be fetched from the hub: {causes[-1]}", "check the network and try again"

@@ -97,7 +97,8 @@ def _from_directory(path: Path, architecture: str, dtype: torch.dtype) -> PreTra
         tensors: dict[str, Any] = {}
         for name in _complete(path):
             shard = opened.enter_context(_opened(path / name))
-            tensors.update((key, shard.get_slice(key)) for key in shard.keys())
+            stored = shard.keys()
+            tensors.update((key, shard.get_slice(key)) for key in stored)
         opened.enter_context(_one_tensor_at_a_time())
         model, info = getattr(transformers, architecture).from_pretrained(
             None, config=_config(path), state_dict=tensors, dtype=dtype, output_loading_info=True
