@@ -66,7 +66,7 @@ def test_other_safetensors_are_left_alone(shards: Path, tmp_path: Path) -> None:
 
 def test_an_index_that_is_lost(shards: Path) -> None:
     (shards / INDEX).unlink()
-    with pytest.raises(ModelError, match="neither model.safetensors nor") as caught:
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor") as caught:
         load(shards)
     assert str(shards) in caught.value.message and "other files" in caught.value.hint
 

@@ -37,7 +37,7 @@ def weight_files(directory: Path) -> list[str]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(f"{index} is no index of weights: {error!r}", "fetch or copy the file again") from error
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or not name or Path(name).name != name:
             raise ModelError(f"{index} names {name!r}, which is no file beside it", "fetch or copy the file again")
     return names
 
