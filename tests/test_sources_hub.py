@@ -260,13 +260,17 @@ def test_access_that_is_lost_before_the_weights(serve: Serve, model: Path) -> No
             fetch()
 
 
-def test_an_unreachable_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_an_unreachable_hub(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, document: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as taken:  # bound, but nobody listens
         taken.bind(("127.0.0.1", 0))
         point_at(monkeypatch, cache, f"http://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(ModelError, match=r"the hub cannot be reached: .*refused") as caught:
             resolve_model(ID, {}, False)
+        run_cli("run", document, "-m", ID).assert_error(3, "the hub cannot be reached")
     assert ID in caught.value.message and "network" in caught.value.hint
+    assert capfd.readouterr() == ("", "")  # nothing but what the command wrote to its own streams
 
 
 def test_an_absent_model_offline(monkeypatch: pytest.MonkeyPatch, serve: Serve, model: Path) -> None:

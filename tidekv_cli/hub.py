@@ -61,6 +61,10 @@ class HubSnapshot:
     note: Note
     again: bool = False
 
+    @property
+    def _commit(self) -> str:
+        return self.directory.name
+
     def fetch_tokenizer(self) -> None:
         """Have the tokenizer and the other small files. Refuses a repository without weights that can be loaded."""
         if has_tokenizer(self.directory) and not self.again:
@@ -105,16 +109,14 @@ class HubSnapshot:
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 
-        listed = HfApi().list_repo_tree(self.hub_id.repository, revision=self.directory.name)
+        listed = HfApi().list_repo_tree(self.hub_id.repository, revision=self._commit)
         return {entry.path: entry.size for entry in listed if isinstance(entry, RepoFile)}
 
     def _fetch(self, names: Iterable[str]) -> None:
         from huggingface_hub import hf_hub_download
 
         for name in names:
-            hf_hub_download(
-                self.hub_id.repository, name, revision=self.directory.name, force_download=self.again
-            )  # the directory is called after the commit
+            hf_hub_download(self.hub_id.repository, name, revision=self._commit, force_download=self.again)
 
 
 def has_weights(directory: Path) -> bool:
@@ -149,6 +151,9 @@ def open_snapshot(hub_id: HubId, offline: bool, note: Note, again: bool = False)
 
 @contextmanager
 def _failures_named(hub_id: HubId, offline: bool) -> Iterator[None]:
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # its tries and retries, which would stand between this program's own lines
     try:
         yield
     except ModelError:
