@@ -32,7 +32,7 @@ REFUSED: dict[str, str] = {
     "higgs": _GPU.format("flute-kernel"),
     "hqq": _NEEDS.format("hqq"),
     "metal": "its layers run on Apple's GPUs only",
-    "mxfp8": "its scales are read in no version of transformers that is supported here",
+    "mxfp8": "not every version of transformers that is supported here reads its scales",
     "nvfp4": _GPU.format("kernels"),
     "quanto": _NEEDS.format("optimum-quanto"),
     "quark": _NEEDS.format("amd-quark"),
