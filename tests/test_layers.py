@@ -53,7 +53,8 @@ def test_nothing_below_imports_commands() -> None:
 def test_planning_needs_no_torch() -> None:
     names = ("plan", "model_spec", "methods", "profile", "device", "sources", "gguf_file", "request", "documents")
     planning = ("plan_settings", "memory_model", "fitting", "setup", "estimate", "capacity", "prober", "room")
-    for name in (*names, *planning, "catalog", "model_shape", "yaml_lines", "architectures"):
+    fetching = ("hub", "hub_errors", "checkpoint_files", "quantisation")
+    for name in (*names, *planning, "catalog", "model_shape", "yaml_lines", "architectures", *fetching):
         assert not {"torch", "transformers"} & {n.split(".")[0] for n in imports(PACKAGE / f"{name}.py")}, name
 
 

@@ -271,7 +271,7 @@ def test_quantised_gguf_equals_the_dequantised_tensors(
 def test_unpacking_in_pieces(tmp_path: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_llama_gguf(tmp_path / "model.gguf", llama, KIND.Q4_1)
     whole = {name: weight.clone() for name, weight in load(path).model.named_parameters()}
-    monkeypatch.setattr("tidekv_cli.gguf_weights._BLOCKS_AT_A_TIME", 7)
+    monkeypatch.setattr("tidekv_cli.gguf_weights._VALUES_AT_A_TIME", 7 * 32)
     assert_same_weights(load(path).model, whole, torch.float32)
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import constants, errors
+from huggingface_hub import constants
 
 from tests.builders import tiny_causal_model, write_hugging_face, write_llama_gguf
 from tests.cli_runner import run_cli
+from tests.hub_server import COMMIT, Repository, serving
 from tidekv_cli import catalog
 from tidekv_cli.catalog import ALIASES, HUB_ALIASES, shape_of
 from tidekv_cli.errors import ModelError
@@ -45,7 +43,6 @@ SHAPES = {
     "smollm2-1.7b": (24, 32, 32, 64, 8192),
     "phi-3.5-mini": (32, 32, 32, 96, 131072),
 }
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +59,7 @@ def no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*arguments: object, **named: object) -> None:
         raise AssertionError("more than the shipped shape was asked")
 
-    for name in ("resolve_model", "hub_config_directory", "inspect_model"):
+    for name in ("resolve_model", "inspect_model"):
         monkeypatch.setattr(f"tidekv_cli.model_shape.{name}", forbidden)
 
 
@@ -150,60 +147,21 @@ def test_an_absent_hub_model_offline() -> None:
         model_shape("some-org/some-model", {}, True, silent)
 
 
-def answering(path: Path, error: BaseException | None = None) -> tuple[Callable[..., str], list[tuple[str, ...]]]:
-    """An `hf_hub_download` that finds nothing on disk, and on the network `path` or `error`."""
-    asked: list[tuple[str, ...]] = []
-
-    def hf_hub_download(*arguments: str, local_files_only: bool = False) -> str:
-        if local_files_only:
-            raise errors.LocalEntryNotFoundError("absent")
-        asked.append(arguments)
-        if error is not None:
-            raise error
-        return str(path)
-
-    return hf_hub_download, asked
-
-
 def test_only_the_config_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(shape_of("qwen2.5-7b")), encoding="utf-8")
-    download, asked = answering(tmp_path / "config.json")
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    notes: list[str] = []
-    spec, _ = model_shape("some-org/some-model", {}, False, notes.append)
+    files = {"config.json": json.dumps(shape_of("qwen2.5-7b")).encode(), "model.safetensors": b"large"}
+    with serving(monkeypatch, tmp_path / "hub", {"some-org/some-model": Repository(files)}) as hub:
+        notes: list[str] = []
+        spec, _ = model_shape("some-org/some-model", {}, False, notes.append)
     assert spec.layers == SHAPES["qwen2.5-7b"][0]
-    assert asked == [("some-org/some-model", "config.json")] and "some-org/some-model" in notes[0]
-
-
-def bare(kind: type[BaseException]) -> BaseException:
-    return kind.__new__(kind)  # the hub's errors want a response, which nothing here reads
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (bare(errors.GatedRepoError), "gated"),
-        (bare(errors.RepositoryNotFoundError), "the hub has no model"),
-        (bare(errors.EntryNotFoundError), "has no config.json"),
-        (errors.LocalEntryNotFoundError("no network"), "cannot be reached"),
-        (ConnectionError("reset by peer"), "reset by peer"),
-    ],
-)
-def test_the_hub_fails(monkeypatch: pytest.MonkeyPatch, error: BaseException, words: str) -> None:
-    download, _ = answering(Path(), error)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    with pytest.raises(ModelError, match=words) as caught:
-        model_shape("some-org/some-model", {}, False, silent)
-    assert "some-org/some-model" in caught.value.message and caught.value.hint
+    assert hub.fetched == ["config.json"] and "some-org/some-model" in notes[0]
 
 
 def test_a_hub_alias_without_a_shape_asks_for_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tidekv_cli.model_shape.shape_of", lambda name: None)
-    (tmp_path / "config.json").write_text(json.dumps(shape_of("qwen3-8b")), encoding="utf-8")
-    download, asked = answering(tmp_path / "config.json")
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert model_shape("qwen3-8b", {}, False, silent)[0].layers == SHAPES["qwen3-8b"][0]
-    assert asked == [("Qwen/Qwen3-8B", "config.json")]
+    files = {"config.json": json.dumps(shape_of("qwen3-8b")).encode()}
+    with serving(monkeypatch, tmp_path / "hub", {"Qwen/Qwen3-8B": Repository(files)}) as hub:
+        assert model_shape("qwen3-8b", {}, False, silent)[0].layers == SHAPES["qwen3-8b"][0]
+    assert hub.fetched == ["config.json"]
 
 
 # Hub aliases at the command line
@@ -233,14 +191,14 @@ def test_models_path_and_pull_of_a_hub_alias(tmp_path: Path, monkeypatch: pytest
     directory = complete(tmp_path)
     assert run_cli("models", "path", "qwen3-8b").out == f"{directory}\n"
     assert run_cli("models", "pull", "qwen3-8b").out == f"{directory}\n"
-    calls: list[dict[str, Any]] = []
-
-    def snapshot_download(name: str, **named: Any) -> str:
-        calls.append({"name": name, **named})
-        return str(directory)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    result = run_cli("models", "pull", "qwen3-8b", "--again")
-    assert result.out == f"{directory}\n" and "fetching Qwen/Qwen3-8B" in result.err
-    assert calls[0]["name"] == "Qwen/Qwen3-8B" and calls[0]["force_download"]
+    shutil.rmtree(tmp_path / "hub")
+    files = {path: path.encode() for path in ("config.json", "tokenizer.json", "model.safetensors")}
+    with serving(monkeypatch, tmp_path / "hub", {"Qwen/Qwen3-8B": Repository(files)}) as hub:
+        assert run_cli("models", "pull", "qwen3-8b").out == f"{directory}\n"
+        for path in directory.iterdir():
+            path.write_bytes(b"damaged")
+        result = run_cli("models", "pull", "qwen3-8b", "--again")
+    assert result.out == f"{directory}\n" and "fetching the weights of Qwen/Qwen3-8B" in result.err
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == files
+    assert sorted(hub.fetched) == sorted([*files, *files])
     run_cli("models", "pull", "no-such").assert_error(3, "no-such", "qwen3-8b", "smollm2-135m")

@@ -88,7 +88,7 @@ def test_no_architecture(llama: PreTrainedModel, architectures: object) -> None:
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
 def test_quantised_checkpoints(llama: PreTrainedModel, method: str) -> None:
     assert_refused(config_of(llama, quantization_config={"quant_method": method}), method)
-    assert_refused(config_of(llama, quantization_config={"bits": 4}), "unknown")
+    assert_refused(config_of(llama, quantization_config={"bits": 4}), "unnamed")
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn", "dynamic", "longrope"])

@@ -415,7 +415,7 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
     assert str(tmp_path / "model.bin") in caught.value.message
 
 
-@pytest.mark.parametrize("name", ["llama", "smollm2_135m", "a/b/c", "-x/y", "org/name@main"])
+@pytest.mark.parametrize("name", ["llama", "smollm2_135m", "a/b/c", "-x/y", "org/name@", "org/name@a/../b"])
 def test_unknown_names(name: str) -> None:
     with pytest.raises(ModelError, match="no model called") as caught:
         resolve_model(name, {}, offline=False)

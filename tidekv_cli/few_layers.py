@@ -62,7 +62,7 @@ def few_layers(config: str, window: int | None, dtype: torch.dtype) -> FewLayers
 
 
 def _whole_model(values: dict[str, Any], window: int | None, dtype: torch.dtype) -> PreTrainedModel:
-    for key in ("_attn_implementation", "torch_dtype", "dtype"):
+    for key in ("_attn_implementation", "torch_dtype", "dtype", "quantization_config"):  # weights are unpacked
         values.pop(key, None)
     for key in _ROTATIONS:
         if not _plain(values.get(key)):  # others look at the values of positions, and take no more memory

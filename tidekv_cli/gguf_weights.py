@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ _GGUF_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _PLAIN = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
-_BLOCKS_AT_A_TIME = 1 << 16
+_VALUES_AT_A_TIME = 1 << 20
 
 
 def model_from_gguf(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
@@ -40,18 +40,18 @@ def model_from_gguf(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.for_model(**{"attn_implementation": "eager", **values})
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    state: dict[str, torch.Tensor] = {}
+    entries = {name: entry for entry in file.tensors.values() if (name := _hugging_face_name(entry.name)) is not None}
+    # All at first: between what is unpacked and given back, they would leave gaps in the heap.
+    state = {name: torch.empty(entry.shape, dtype=dtype) for name, entry in entries.items()}
     with file.path.open("rb") as stream:
-        # Never written to, but torch wants arrays that could be.
-        blob = np.asarray(np.memmap(stream, dtype=np.uint8, mode="c"))
-        for entry in file.tensors.values():
-            name = _hugging_face_name(entry.name)
-            if name is not None:
-                state[name] = _unpermuted(name, _dequantised(blob, entry, dtype), config)
+        for name, entry in entries.items():
+            _unpack(stream, entry, state[name])
+            _unpermute(name, state[name], config)
         factors = file.tensors.get("rope_freqs.weight")
         if factors is not None:
-            _divide_frequencies(model, _dequantised(blob, factors, torch.float32), file.path)
-        del blob
+            divisors = torch.empty(factors.shape)
+            _unpack(stream, factors, divisors)
+            _divide_frequencies(model, divisors, file.path)
     missing, unexpected = _assign(model, state, file.path)
     if missing or unexpected:
         raise ModelError(
@@ -79,38 +79,35 @@ def _hugging_face_name(name: str) -> str | None:
     return f"{prefix}{_GGUF_NAMES[match[2]]}.{match[3]}"
 
 
-def _dequantised(blob: np.ndarray[Any, Any], entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
-    """One tensor in `dtype`, `entry.shape`; blocks are unpacked in float32, a bounded number at a time."""
+def _unpack(stream: BinaryIO, entry: TensorEntry, out: torch.Tensor) -> None:
+    """One tensor into `out` of its shape; blocks are read and unpacked to float32 a bounded number at a time."""
     kind = GGMLQuantizationType(entry.type_id)
-    packed = blob[entry.start : entry.start + entry.nbytes]
-    if kind in _PLAIN:
-        plain = torch.from_numpy(packed.view(_PLAIN[kind])).view(entry.shape)
-        return torch.empty(entry.shape, dtype=dtype).copy_(plain)
-    codec = getattr(quants, kind.name, None)
-    if codec is None:
+    codec: Any = None if kind in _PLAIN else getattr(quants, kind.name, None)
+    if codec is None and kind not in _PLAIN:
         raise ModelError(
             f"tensor {entry.name!r} is stored as {kind.name}, which cannot be unpacked",
             "use another quantisation",
         )
-    block, block_bytes = GGML_QUANT_SIZES[kind]
     if hasattr(codec, "init_grid"):
         codec.init_grid()
-    blocks = packed.reshape(-1, block_bytes)
-    out = torch.empty(len(blocks), block, dtype=dtype)
-    for first in range(0, len(blocks), _BLOCKS_AT_A_TIME):
-        piece = codec.dequantize_blocks(blocks[first : first + _BLOCKS_AT_A_TIME])
-        out[first : first + len(piece)] = torch.from_numpy(piece.reshape(-1, block))
-    return out.view(entry.shape)
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    rows = out.view(-1, block)
+    # Not mapped: pages that were read would count as the process's own.
+    stream.seek(entry.start)
+    for piece in rows.split(max(_VALUES_AT_A_TIME // block, 1)):
+        packed = np.fromfile(stream, np.uint8, len(piece) * block_bytes).reshape(-1, block_bytes)
+        values = packed.view(_PLAIN[kind]) if codec is None else codec.dequantize_blocks(packed)
+        piece.copy_(torch.from_numpy(values.reshape(-1, block)))
 
 
-def _unpermuted(name: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
+def _unpermute(name: str, weight: torch.Tensor, config: Any) -> None:
     """Undo the row order in which GGUF keeps the rotary halves of Q and K: pairs side by side, not half by half."""
     part = name.rpartition(".")[0].rpartition(".")[2]
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(part)
     if heads is None or weight.shape[0] % (2 * heads):  # of a wrong shape, which is found when it is assigned
-        return weight
+        return
     pairs = weight.view(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)
+    weight.copy_(pairs.transpose(1, 2).reshape(weight.shape))
 
 
 def _divide_frequencies(model: PreTrainedModel, factors: torch.Tensor, path: Path) -> None:

@@ -6,22 +6,26 @@ Safetensors and GGUF only: no pickles, no remote code. Knows no schedule and no 
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+import transformers
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers import logging as transformers_logging
 
+from tidekv_cli.checkpoint_files import has_tokenizer, missing_weights, weight_files
 from tidekv_cli.errors import ModelError, damage_named
 from tidekv_cli.gguf_file import GgufFile
 from tidekv_cli.gguf_tokenizer import build_tokenizer
 from tidekv_cli.gguf_weights import model_from_gguf
 from tidekv_cli.model_spec import ModelFiles
-from tidekv_cli.sources import TOKENIZER_FILES
 
 _CPU = torch.device("cpu")
 
@@ -40,7 +44,7 @@ def load_tokenizer(files: ModelFiles) -> Any:
     with damage_named(f"the tokenizer in {path} cannot be loaded"):
         if files.gguf is not None:
             return build_tokenizer(files.gguf)
-        if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        if not has_tokenizer(path):
             raise ModelError(f"{path} holds no tokenizer (tokenizer.json)", "fetch or copy the whole model directory")
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if not tokenizer.is_fast:
@@ -67,7 +71,7 @@ def end_tokens(tokenizer: Any) -> frozenset[int]:
 
 
 def load_model(files: ModelFiles, dtype: torch.dtype, device: torch.device = _CPU) -> LoadedModel:
-    """Load weights in `dtype` onto `device`.
+    """Load weights in `dtype` onto `device`, never holding more than them and one tensor as it is stored.
 
     Raises `ModelError` naming the file that is missing, truncated or of the wrong shape.
     """
@@ -75,7 +79,7 @@ def load_model(files: ModelFiles, dtype: torch.dtype, device: torch.device = _CP
     transformers_logging.set_verbosity_error()
     with damage_named(f"the model in {files.path} cannot be loaded"):
         if files.gguf is None:
-            model = _from_directory(files.path, dtype, device)
+            model = _from_directory(files.path, files.spec.architecture, dtype, device)
             ends = [model.config.eos_token_id, _generation_config(files.path).get("eos_token_id")]
         else:
             model = model_from_gguf(files.gguf, dtype).to(device)
@@ -111,23 +115,22 @@ def _gguf_end_tokens(file: GgufFile) -> list[int | None]:
     return [file.value(f"tokenizer.ggml.{kind}_token_id", int, None) for kind in ("eos", "eot", "eom")]
 
 
-def _from_directory(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    weights = sorted(path.glob("*.safetensors"))
-    if not weights:
-        pickled = sorted(path.glob("*.bin")) + sorted(path.glob("*.pt"))
-        found = f"only {pickled[0].name}, a pickle that can run code" if pickled else "no weights"
-        raise ModelError(f"{path} holds {found}", "only *.safetensors and .gguf files are loaded; convert the model")
-    for file in weights:
-        _check_safetensors(file)
-    model, info = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=dtype,
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-        **({} if device.type == "cpu" else {"device_map": {"": device}}),
-    )
+def _from_directory(path: Path, architecture: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    with ExitStack() as opened:
+        tensors: dict[str, Any] = {}
+        for name in _complete(path):
+            shard = opened.enter_context(_opened(path / name))
+            stored = shard.keys()
+            tensors.update((key, shard.get_slice(key)) for key in stored)
+        opened.enter_context(_one_tensor_at_a_time())
+        model, info = getattr(transformers, architecture).from_pretrained(
+            None,
+            config=_config(path),
+            state_dict=tensors,
+            dtype=dtype,
+            output_loading_info=True,
+            **({} if device.type == "cpu" else {"device_map": {"": device}}),
+        )
     lacking = sorted(info["missing_keys"])
     if lacking or info["mismatched_keys"]:
         names = lacking or sorted(str(key) for key in info["mismatched_keys"])
@@ -135,21 +138,68 @@ def _from_directory(path: Path, dtype: torch.dtype, device: torch.device) -> Pre
             f"{path} lacks {len(names)} tensors or has them in another shape, the first is {names[0]}",
             "fetch or copy the model again; one of its *.safetensors files is missing or from another model",
         )
-    layers = f"0 to {model.config.num_hidden_layers - 1}"
     for name in sorted(info["unexpected_keys"]):
-        if ".layers." in name and not name.endswith("inv_freq"):  # an old checkpoint's table of frequencies
+        if not _expendable(name, model.config):
             raise ModelError(
-                f"{path} holds {name}, which its config.json, with layers {layers}, has no place for",
+                f"{path} holds {name}, which its config.json, with layers 0 to {model.config.num_hidden_layers - 1},"
+                " has no place for",
                 "fetch or copy the model again; config and weights are of different models",
             )
     return model
 
 
-def _check_safetensors(file: Path) -> None:
-    from safetensors import SafetensorError, safe_open
+def _complete(path: Path) -> list[str]:
+    """The files of weights. Raises `ModelError` if one of them is not there."""
+    names, lost = weight_files(path), missing_weights(path)
+    if lost:
+        raise ModelError(
+            f"{path} lacks {len(lost)} of its {len(names)} files of weights, the first is {lost[0]}",
+            "fetch or copy the missing files",
+        )
+    return names
 
+
+def _opened(file: Path) -> Any:
+    """A file whose tensors are read one by one into memory of their own: pages of a mapped one would count too."""
     try:
-        with safe_open(file, framework="pt"):
-            pass
+        return safe_open(file, framework="pt", backend="pread")
     except (SafetensorError, OSError) as error:
         raise ModelError(f"the model file {file} is damaged: {error}", "fetch or copy the file again") from error
+
+
+@contextmanager
+def _one_tensor_at_a_time() -> Iterator[None]:
+    """Without threads of transformers that read ahead, and so hold a tensor in both types, or experts apart and joined.
+
+    A variable is the only switch that it has.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _config(path: Path) -> Any:
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        config.quantization_config = {**quantised, "dequantize": True}  # else a GPU would have kernels fetched for it
+    return config
+
+
+def _expendable(name: str, config: Any) -> bool:
+    """Whether a tensor without a place is none of a layer, or of those that old and new checkpoints carry beside them.
+
+    These are tables of rotary frequencies, and layers that predict further tokens, which follow the last layer.
+    """
+    match = re.search(r"\.layers\.(\d+)\.", name)
+    if match is None or name.endswith("inv_freq") or "mtp" in name:
+        return True
+    predicting = getattr(config, "num_nextn_predict_layers", None) or 0
+    return 0 <= int(match[1]) - config.num_hidden_layers < predicting

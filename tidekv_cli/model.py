@@ -85,7 +85,7 @@ class Model:
     ) -> None:
         """Settle device, profile and settings. Raises `UsageError` and `DeviceError`."""
         self._request, self._environ = request, environ
-        self._note, self._tell = note, warn or (lambda text: None)
+        self._note, self._tell = note or _silent, warn or _silent
         self.warnings: list[str] = []
         config = load_settings(environ)
         self.name = str(first_given(request.model, config.get("model"), DEFAULT_MODEL))
@@ -97,16 +97,16 @@ class Model:
             self._warn(warning)
 
     def open(self) -> None:
-        """Find the model's files, fetching what is missing, and try the attention. Raises `ModelError`."""
+        """Find the model's config, fetching it if need be, and try the attention. Raises `ModelError`."""
         if self._files is None:
-            source = resolve_model(self.name, self._environ, self._request.offline, self._note)
-            self._files = inspect_model(source.path)
+            self._source = resolve_model(self.name, self._environ, self._request.offline, self._note)
+            self._files = inspect_model(self._source.path, self.name)
             for warning in self._attention.warnings:
                 self._warn(warning)
 
     @property
     def files(self) -> ModelFiles:
-        """The model on disk. Raises `ModelError` where it is not found."""
+        """The model on disk; of one on the hub perhaps only its config. Raises `ModelError` where it is not found."""
         self.open()
         assert self._files is not None
         return self._files
@@ -120,7 +120,9 @@ class Model:
         """The model's own. Raises `ModelError`."""
         from tidekv_cli.loading import load_tokenizer
 
-        return load_tokenizer(self.files)
+        files = self.files
+        self._source.fetch_tokenizer()
+        return load_tokenizer(files)
 
     def settings(self, record_kept: bool = False) -> PlanSettings:
         """What a plan starts from."""
@@ -222,10 +224,12 @@ class Model:
         from tidekv_cli.engine.session import Session
         from tidekv_cli.loading import end_tokens, load_model
 
+        files, tokenizer = self.files, self.tokenizer
+        self._source.fetch_weights()
         began = time.perf_counter()
         device = torch.device(self.setup.device.address)
-        loaded = load_model(self.files, torch_dtype(self.settings()), device)
-        self._session = Session(loaded.model, loaded.end_token_ids | end_tokens(self.tokenizer))
+        loaded = load_model(files, torch_dtype(self.settings()), device)
+        self._session = Session(loaded.model, loaded.end_token_ids | end_tokens(tokenizer))
         return self._session, time.perf_counter() - began
 
     def _warn(self, text: str) -> None:
@@ -241,6 +245,10 @@ class Model:
                 f"the tokenizer of {self.files.path} gives token {highest}, and the model knows {known}",
                 "fetch or copy the model again; tokenizer and weights are of different models",
             )
+
+
+def _silent(text: str) -> None:
+    pass
 
 
 def _or_no_limit(tokens: int | None) -> int:

