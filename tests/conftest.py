@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.builders import tiny_causal_model
+from tests.builders import byte_level_tokenizer, tiny_causal_model
 from tidekv_cli.loading import LoadedModel, load_model, load_tokenizer
 from tidekv_cli.model_spec import inspect_model
 from tidekv_cli.sources import resolve_model
@@ -59,3 +59,12 @@ def document_ids(embedded_tokenizer: Any) -> list[int]:
     """Token ids of both example documents, about 9,000."""
     text = "".join((ROOT / "examples" / name).read_text(encoding="utf-8") for name in ("lighthouse.txt", "garden.txt"))
     return embedded_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+@pytest.fixture
+def tiny_directory(tiny_model: Callable[..., Any], tmp_path: Path) -> str:
+    """A tiny model with a tokenizer of bytes, on disk."""
+    model = tiny_model(vocab_size=300, num_hidden_layers=3)
+    model.save_pretrained(tmp_path / "model")
+    byte_level_tokenizer().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")

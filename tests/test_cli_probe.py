@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.builders import byte_level_tokenizer
 from tests.cli_runner import CliResult, run_cli
 
 GIB = 1 << 30
@@ -216,14 +214,6 @@ def test_full_auto_and_other_methods(plans: dict[str, str]) -> None:
         }.items()
     }
     assert peaks["auto"] < peaks["snapkv"] < min(peaks["full"], peaks["oneshot"]) and peaks["all"] <= peaks["full"]
-
-
-@pytest.fixture
-def tiny_directory(tiny_model: Callable[..., Any], tmp_path: Path) -> str:
-    model = tiny_model(vocab_size=300, num_hidden_layers=3)
-    model.save_pretrained(tmp_path / "model")
-    byte_level_tokenizer().save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
 
 
 def test_verify_really_runs_it(

@@ -49,7 +49,6 @@ def test_nothing_given_is_the_profile() -> None:
         ("score_block", 11, 22, CPU.score_block),
         ("max_new_tokens", 11, 22, CPU.max_new_tokens),
         ("dtype", "float32", "bfloat16", CPU.dtype),
-        ("wanted_attention", "sdpa", "eager", "auto"),
     ],
 )
 def test_flag_over_config_over_profile(key: str, flag: object, in_config: object, in_profile: object) -> None:
@@ -57,6 +56,12 @@ def test_flag_over_config_over_profile(key: str, flag: object, in_config: object
     assert getattr(settle({key: in_config}), key) == in_config
     assert getattr(settle({key: in_config}, **{key: flag}), key) == flag
     assert getattr(settle(**{key: flag}), key) == flag
+
+
+def test_attentions_order() -> None:
+    assert settle().wanted_attention == "auto"
+    assert settle({"attention": "eager"}).attention == ("eager",)
+    assert settle({"attention": "eager"}, attention="sdpa").attention == ("sdpa", "math")
 
 
 def test_the_budgets_order() -> None:
