@@ -8,12 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.architectures import tiny_architecture
 from tests.test_attention import RULES, by_definition
+from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.attention import PLAIN, Attention, Eager, Rule
 from tidekv_cli.engine.backends import attention_backend, failure, simulated_backend
+from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.decode import next_logits, sampling_weights
 from tidekv_cli.engine.flash_cuda import Efficient, Flash
 from tidekv_cli.engine.masks import Visible
 from tidekv_cli.engine.meter import LiveMeter
+from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings
+from tidekv_cli.engine.sampling import SamplingSettings
+from tidekv_cli.engine.selectors.snapkv import SnapKV
 from tidekv_cli.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -137,3 +144,23 @@ def test_what_is_simulated_has_the_same_shapes(backend: Attention, rule: Rule) -
     real = backend.attend(queries, keys, values, 0.3, rule)
     simulated = simulated_backend(backend.name, "cuda").attend(queries, keys, values, 0.3, rule)
     assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in simulated]
+
+
+def on_meta(model: Any) -> Any:
+    """The model's shapes on another device than the CPU, where what is made on the CPU by mistake raises."""
+    with torch.no_grad():
+        return model.to("meta")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", ["flash-attn", "sdpa", "efficient", "math", "eager"])
+def test_all_stays_on_the_models_device(kind: str, name: str) -> None:
+    adapter = ModelAdapter(on_meta(tiny_architecture(kind).to(torch.bfloat16)))
+    ids = torch.zeros(1, 90, dtype=torch.long, device="meta")
+    for schedule in ("tide", "oneshot"):
+        backend = simulated_backend(name, "cuda")
+        settings = PrefillSettings(schedule, SnapKV(window=8), Uniform(30), backend, 32, 16, 4)
+        prompt = LayerMajorPrefill(adapter, ids, settings).run()
+        held = [prompt.logits, *prompt.kept, *(store.keys for store in prompt.cache)]
+        weights = sampling_weights(next_logits(adapter, prompt, 0, 90), SamplingSettings(1.0, 0.5))
+        assert {tensor.device.type for tensor in (*held, weights)} == {"meta"}

@@ -142,7 +142,7 @@ class Reporter:
             f"first token {outcome.first_token_s or 0.0:.2f} s",
             f"decode {rate:.1f} tokens/s" if rate else "",
             f"live peak {format_bytes(outcome.live_peak_bytes)} ({format_bytes(plan.bytes.live)} planned)",
-            f"process peak {format_bytes(outcome.process_peak_bytes)} ({format_bytes(plan.bytes.peak)} planned)",
+            *_peaks(outcome),
             f"cache {format_bytes(outcome.cache_bytes)}",
         ]
         self.note(", ".join(part for part in parts if part))
@@ -171,6 +171,19 @@ class Reporter:
         with Progress(*shown, console=self._console, transient=True) as bar:
             task = bar.add_task(name, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _peaks(outcome: Outcome) -> list[str]:
+    """What was taken in all: on a card torch's figures, which its context comes on top of, and the host's apart."""
+    planned = f"({format_bytes(outcome.plan.bytes.peak)} planned)"
+    process = f"process peak {format_bytes(outcome.process_peak_bytes)}"
+    if outcome.reserved_peak_bytes is None:
+        return [f"{process} {planned}"]
+    reserved = f"reserved peak {format_bytes(outcome.reserved_peak_bytes)}"
+    allocated = f"allocated peak {format_bytes(outcome.allocated_peak_bytes)}"
+    if outcome.device.unified:
+        return [allocated, f"{reserved} and {process} {planned}"]
+    return [allocated, f"{reserved} {planned}", f"{process} on the host"]
 
 
 def _measured(row: Row) -> tuple[str, str]:
