@@ -6,7 +6,9 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 QUESTION ?= What is this report about?
 
-.PHONY: demo test test-slow check format bench pictures clean
+OLDEST ?= .venv-oldest
+
+.PHONY: demo test test-slow test-oldest check format bench pictures clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +23,14 @@ test: $(VENV)/.installed
 
 test-slow: $(VENV)/.installed
 	$(BIN)/pytest -m "slow and not gpu"
+
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e ".[dev]"
+	touch $@
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/pytest -m "not slow and not gpu"
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -38,4 +48,4 @@ pictures: $(VENV)/.installed
 	$(BIN)/python benchmarks/pictures.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.generation.streamers import BaseStreamer
 
 from tidekv_cli.device import detect_device
 from tidekv_cli.engine.budgets import Uniform
@@ -75,7 +74,7 @@ class Bench:
         self.budget = budget
         self.profile = find_profile("cpu", {})
         self.session = Session(self.loaded.model, frozenset())
-        self._ours = self.loaded.model.config._attn_implementation
+        self._ours = self.session.adapter.name
 
     def settings(self, schedule: str, chunk: int) -> PrefillSettings:
         """SnapKV at the paper's window, uniform budget, the profile's score block."""
@@ -144,7 +143,7 @@ class Bench:
         return (len(clock.stamps) - 1) / (clock.stamps[-1] - clock.stamps[0])
 
 
-class Stamps(BaseStreamer):
+class Stamps:
     """Notes when each new token comes out of `generate`; the first call carries the prompt."""
 
     def __init__(self) -> None:

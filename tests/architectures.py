@@ -137,7 +137,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": _THREE_TO_ONE,
         "logit_scale": 0.25,
-        "rope_parameters": {_FULL: _rope(1e4), _SLIDING: _rope(1e3)},
+        "rope_parameters": {
+            kind: {**_rope(theta), "mrope_section": [3, 3, 2]} for kind, theta in ((_FULL, 1e4), (_SLIDING, 1e3))
+        },
     },
     "ctrl": {"n_positions": 512, "dff": 96},
     "cwm": {},

@@ -159,20 +159,32 @@ def plain_steps_with_kept_rows(
     own = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     try:
-        cache = DynamicCache(config=model.config)
-        name = cache_keyword(model)
-        model(input_ids=torch.tensor([list(ids)]), use_cache=True, logits_to_keep=1, **{name: cache})
+        cache = CutCache(config=model.config)
+        logits_after(model, cache, ids, 0)
         for layer, rows in zip(cache.layers, kept, strict=True):
             picked = rows[None, :, :, None].expand(-1, -1, -1, layer.keys.shape[-1])
             layer.keys, layer.values = layer.keys.gather(2, picked), layer.values.gather(2, picked)
-        logits = []
-        for position, token in enumerate(tokens, len(ids)):
-            fed, place = torch.tensor([[token]]), torch.tensor([[position]])
-            out = model(input_ids=fed, position_ids=place, use_cache=True, **{name: cache})
-            logits.append(out.logits[0, -1])
-        return logits
+        return [logits_after(model, cache, [token], position) for position, token in enumerate(tokens, len(ids))]
     finally:
         model.set_attn_implementation(own)
+
+
+class CutCache(DynamicCache):
+    """The plain model's cache whose rows were cut: it still counts the tokens that it was given."""
+
+    seen = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Where the next token goes; some versions put the queries of masks there."""
+        return self.seen
+
+
+def logits_after(model: Any, cache: CutCache, tokens: Sequence[int], position: int) -> Tensor:
+    """Logits [V] of the plain model after `tokens`, the first of which is at `position`."""
+    cache.seen = position
+    places = torch.arange(position, position + len(tokens))[None]
+    given = {"input_ids": torch.tensor([list(tokens)]), "position_ids": places, cache_keyword(model): cache}
+    return model(**given, use_cache=True).logits[0, -1]
 
 
 def cache_keyword(model: Any) -> str:

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import DynamicCache, __version__
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
 from tests.architectures import ARCHITECTURES, tiny_architecture, tiny_config
 from tests.builders import write_hugging_face
 from tests.cli_runner import run_cli
 from tests.conftest import ROOT
 from tests.planning import method, plan_settings
-from tests.references import cache_keyword, storage_bytes
-from tidekv_cli.architectures import REFUSED, SUPPORTED
+from tests.references import CutCache, cache_keyword, logits_after, storage_bytes
+from tidekv_cli.architectures import OLDEST, REFUSED, SINCE, SUPPORTED, release_needed
 from tidekv_cli.assembly import engine_settings
 from tidekv_cli.engine.backends import attention_backend
 from tidekv_cli.engine.budgets import Uniform
@@ -30,11 +30,13 @@ from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.selectors.snapkv import SnapKV
 from tidekv_cli.engine.session import Session
+from tidekv_cli.errors import ModelError
 from tidekv_cli.memory_model import MemoryModel
 from tidekv_cli.model_spec import has_experts, spec_from_config
 from tidekv_cli.simulate import simulate
 
 LENGTH, NEW = 90, 6
+HERE = [kind for kind in SUPPORTED if release_needed(kind, __version__) is None]
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +69,7 @@ def plain(model: Any, ids: list[int]) -> tuple[torch.Tensor, list[int]]:
     return first, tokens
 
 
-@pytest.mark.parametrize("kind", SUPPORTED)
+@pytest.mark.parametrize("kind", HERE)
 def test_equals_the_plain_model(kind: str) -> None:
     model, ids = tiny_architecture(kind), prompt_ids()
     logits, tokens = plain(model, ids)
@@ -83,22 +85,18 @@ def test_equals_the_plain_model(kind: str) -> None:
 def plain_with_kept_rows(model: Any, ids: list[int], kept: list[torch.Tensor], tokens: list[int]) -> list[torch.Tensor]:
     """Logits after each of `tokens` where the plain model's cache is cut to the rows that were kept."""
     model.set_attn_implementation("eager")
-    name, cache = cache_keyword(model), DynamicCache(config=model.config)
-    model(input_ids=torch.tensor([ids]), use_cache=True, **{name: cache})
+    cache = CutCache(config=model.config)
+    logits_after(model, cache, ids, 0)
     for layer, rows in zip(cache.layers, kept, strict=True):
         if layer.keys.shape[2] == len(ids):  # a layer with a window of its own keeps what it keeps
             picked = rows[None, :, :, None]
             layer.keys = layer.keys.gather(2, picked.expand(-1, -1, -1, layer.keys.shape[-1]))
             layer.values = layer.values.gather(2, picked.expand(-1, -1, -1, layer.values.shape[-1]))
-    found = []
-    for position, token in enumerate(tokens, len(ids)):
-        fed, place = torch.tensor([[token]]), torch.tensor([[position]])
-        found.append(model(input_ids=fed, position_ids=place, use_cache=True, **{name: cache}).logits[0, -1])
-    return found
+    return [logits_after(model, cache, [token], position) for position, token in enumerate(tokens, len(ids))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SUPPORTED)
+@pytest.mark.parametrize("kind", HERE)
 def test_an_evicted_run_equals_one_that_evicts_in_the_plain_model(kind: str) -> None:
     model, ids = tiny_architecture(kind), prompt_ids()
     session = Session(model, frozenset())
@@ -111,7 +109,7 @@ def test_an_evicted_run_equals_one_that_evicts_in_the_plain_model(kind: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SUPPORTED)
+@pytest.mark.parametrize("kind", HERE)
 def test_takes_what_is_simulated(kind: str) -> None:
     model = tiny_architecture(kind)
     config = {**model.config.to_dict(), "architectures": [SUPPORTED[kind]]}
@@ -135,21 +133,41 @@ def test_takes_what_is_simulated(kind: str) -> None:
 
 
 def test_each_name_is_one_of_transformers() -> None:
-    assert all(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] == name for kind, name in SUPPORTED.items())
-    assert not SUPPORTED.keys() & REFUSED.keys() and REFUSED.keys() <= MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
-    assert ARCHITECTURES.keys() <= SUPPORTED.keys() | REFUSED.keys() and len(SUPPORTED) >= 50
+    assert all(KNOWN[kind] == SUPPORTED[kind] for kind in HERE)
+    assert not SUPPORTED.keys() & REFUSED.keys() and SINCE.keys() <= SUPPORTED.keys()
+    assert ARCHITECTURES.keys() <= SUPPORTED.keys() | REFUSED.keys()
+    assert len(SUPPORTED) >= 50 and len(HERE) >= 45
 
 
-@pytest.mark.parametrize("kind", SUPPORTED)
+@pytest.mark.parametrize("kind", SINCE)
+def test_older_releases_of_transformers_are_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = ".".join(map(str, SINCE[kind]))
+    config = {"architectures": [SUPPORTED[kind]], "model_type": kind}
+    monkeypatch.setattr("tidekv_cli.model_spec.version", lambda _: "5.4.9")
+    with pytest.raises(ModelError, match=f"{SUPPORTED[kind]}, which needs a newer transformers: {needed} or later"):
+        spec_from_config(config, kind)
+    for enough in (f"{needed}.0", f"{needed}.0.dev0", "6.0.0"):
+        assert release_needed(kind, enough) is None
+
+
+def test_the_command_names_an_older_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = '{"architectures": ["OPTForCausalLM"], "model_type": "opt"}'
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    monkeypatch.setattr("tidekv_cli.model_spec.version", lambda _: "5.5.0")
+    result = run_cli("run", str(ROOT / "examples" / "garden.txt"), "-m", str(tmp_path))
+    result.assert_error(3, "OPTForCausalLM", "needs a newer transformers", "5.5.0", "pip install")
+
+
+@pytest.mark.parametrize("kind", HERE)
 def test_a_config_of_each_is_taken(kind: str) -> None:
     config = tiny_config(kind)
     spec = spec_from_config({**config.to_dict(), "architectures": [SUPPORTED[kind]]}, kind)
     assert (spec.layers, spec.vocab_size) == (config.num_hidden_layers, config.vocab_size)
 
 
-@pytest.mark.parametrize("kind", sorted(REFUSED.keys() & ARCHITECTURES.keys()))
+@pytest.mark.parametrize("kind", sorted(REFUSED.keys() & ARCHITECTURES.keys() & KNOWN.keys()))
 def test_others_are_refused_by_name(kind: str, tmp_path: Path) -> None:
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    name = KNOWN[kind]
     config = {**tiny_config(kind).to_dict(), "architectures": [name], "model_type": kind}
     (tmp_path / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
     (tmp_path / "doc.txt").write_text("The tide turns twice a day.\n", encoding="utf-8")
@@ -168,11 +186,9 @@ def traits(kind: str) -> str:
 
 
 def table() -> str:
-    """docs/architectures.md."""
-    supported = [f"| `{kind}` | `{name}` | {traits(kind)} |" for kind, name in sorted(SUPPORTED.items())]
-    refused = [
-        f"| `{kind}` | `{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]}` | {why} |" for kind, why in sorted(REFUSED.items())
-    ]
+    """docs/architectures.md, without those that the installed transformers does not have."""
+    supported = [f"| `{kind}` | `{SUPPORTED[kind]}` | {traits(kind)} | {since(kind)} |" for kind in sorted(HERE)]
+    refused = [f"| `{kind}` | `{KNOWN[kind]}` | {why} |" for kind, why in sorted(REFUSED.items()) if kind in KNOWN]
     lines = [
         "# Architectures",
         "",
@@ -180,15 +196,15 @@ def table() -> str:
         "below 1e-5 in float32) and greedy tokens equal the plain model's, at two chunk sizes that do not divide the",
         "prompt; with eviction its tokens equal those of the plain model with the same rows cut from its cache; the",
         "simulated peak equals the measured one within 1 %. Layers with a window of their own keep it, whatever the",
-        "budget.",
+        "budget. Each is refused by name where the installed transformers is older than its line says.",
         "",
-        f"## Supported ({len(supported)})",
+        f"## Supported ({len(SUPPORTED)})",
         "",
-        "| `model_type` | architecture | unlike a Llama |",
-        "|---|---|---|",
+        "| `model_type` | architecture | unlike a Llama | transformers |",
+        "|---|---|---|---|",
         *supported,
         "",
-        f"## Refused by name ({len(refused)})",
+        f"## Refused by name ({len(REFUSED)})",
         "",
         "| `model_type` | architecture | why |",
         "|---|---|---|",
@@ -198,11 +214,20 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def since(kind: str) -> str:
+    """The oldest release that it is proven with."""
+    return ".".join(map(str, SINCE.get(kind, OLDEST)))
+
+
 def test_the_table_in_the_documentation() -> None:
     path = ROOT / "docs" / "architectures.md"
     if os.environ.get("TIDEKV_WRITE_DOCS"):
         path.write_text(table(), encoding="utf-8")
-    assert path.read_text(encoding="utf-8") == table()
+    absent = (SUPPORTED.keys() - set(HERE)) | (REFUSED.keys() - KNOWN.keys())
+    rows = [f"| `{kind}` |" for kind in absent]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if not line.startswith(tuple(rows))] == table().splitlines()
+    assert sum(line.startswith("| `") for line in lines) == len(SUPPORTED) + len(REFUSED) + 2  # and the headings
 
 
 @pytest.mark.slow

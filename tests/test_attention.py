@@ -50,6 +50,26 @@ def test_output_and_lse(backend: Attention, shape: tuple[int, int, int, int]) ->
     assert torch.allclose(lse.double(), expected_lse, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_kernel_that_wants_equal_head_counts(
+    shape: tuple[int, int, int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in torch 2.5, whose kernel reads other memory where keys have fewer heads."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def strict(queries: Tensor, keys: Tensor, values: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        assert queries.shape[1] == keys.shape[1] == values.shape[1] and queries.shape[0] == keys.shape[0]
+        return kernel(queries, keys, values, *rest, **more)
+
+    monkeypatch.setattr("tidekv_cli.engine.flash_cpu._GROUPED_HEADS", False)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", strict)
+    rule = Rule(Visible(window))
+    out, lse = FlashCPU().attend(*tensors(shape), 0.2, rule)
+    expected_out, expected_lse = Eager().attend(*tensors(shape), 0.2, rule)
+    assert torch.allclose(out, expected_out, atol=2e-6) and torch.allclose(lse, expected_lse, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_half_precision(shape: tuple[int, int, int, int]) -> None:
     queries, keys, values = tensors(shape, torch.bfloat16)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import transformers
+
 import tidekv_cli
 
 PACKAGE = Path(tidekv_cli.__file__).parent
@@ -34,6 +36,31 @@ def test_only_the_adapter_drives_transformers_in_the_engine() -> None:
         p.name for p in (PACKAGE / "engine").rglob("*.py") if any(n.startswith("transformers") for n in imports(p))
     }
     assert users == {"adapter.py", "session.py"}  # the session only names the model's type
+
+
+def private_names(path: Path) -> set[str]:
+    """What `path` reads of other objects that begins with an underscore; what a class has of its own is not listed."""
+    own = ("self", "cls", "super()")
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__")
+        if ast.unparse(node.value) not in own
+    }
+
+
+def test_only_the_adapter_touches_what_transformers_keeps_private() -> None:
+    """Elsewhere private names are torch's, and all that is imported is what `transformers` itself offers."""
+    allowed = {"_cdata", "_scaled_dot_product_flash_attention_for_cpu"}
+    adapter = PACKAGE / "engine" / "adapter.py"
+    assert {"_no_split_modules", "_attn_implementation"} <= private_names(adapter)
+    paths = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "benchmarks").rglob("*.py")]
+    for path in paths:
+        assert path == adapter or private_names(path) <= allowed, path
+        modules = {name for name in imports(path) if name.startswith("transformers.")}
+        assert all(name.count(".") == 1 and hasattr(transformers, name.split(".")[1]) for name in modules), path
+    strings = {path.name for path in paths if '"_attn_implementation"' in path.read_text(encoding="utf-8")}
+    assert strings == {"few_layers.py"}
 
 
 def test_only_the_report_uses_rich() -> None:

@@ -88,6 +88,36 @@ SUPPORTED: dict[str, str] = {
     "starcoder2": "Starcoder2ForCausalLM",
     "vaultgemma": "VaultGemmaForCausalLM",
 }
+OLDEST = (5, 5)  # release of transformers that is taken
+# From which release on these are proven: before it they are not there, or compute or allocate otherwise.
+SINCE: dict[str, tuple[int, int]] = {
+    "hy_v3": (5, 6),
+    "laguna": (5, 7),
+    "cohere2_moe": (5, 9),
+    "hyperclovax": (5, 9),
+    "mellum": (5, 10),
+    "granitemoe": (5, 13),
+    "granitemoeshared": (5, 13),
+    "mimo_v2_flash": (5, 13),
+    "nemotron": (5, 13),
+    "gemma4_text": (5, 14),
+    "gemma4_unified_text": (5, 14),
+    "granite_swa": (5, 15),
+    "granitemoe_swa": (5, 15),
+    "cohere_compass_text": (5, 16),
+    "aria_text": (5, 18),
+    "opt": (5, 18),
+    "beam": (5, 20),
+    "kolibri1": (5, 20),
+    "flint": (5, 21),
+    "internlm3": (5, 23),
+    "iquestcoder": (5, 23),
+    "apertus1p5_text": (5, 24),
+    "codegen": (5, 24),
+    "exaone": (5, 24),
+    "gptj": (5, 24),
+    "sarvam_moe": (5, 24),
+}
 _RECURRENT = "layers keep a recurrent state beside or in place of keys and values"
 _LATENT = "its cache holds latents or an index, not the keys that queries see"
 _OWN = "its attention does not go through the interface that lets it be replaced"
@@ -159,3 +189,10 @@ REFUSED: dict[str, str] = {
     "gemma3n_text": _UNLIKE,
     "hrm_text": _UNLIKE,
 }
+
+
+def release_needed(kind: str, installed: str) -> str | None:
+    """The transformers release that a supported `model_type` needs, None where `installed` is as new as that."""
+    needed = SINCE.get(kind, OLDEST)
+    major, minor = installed.split(".")[:2]
+    return None if (int(major), int(minor)) >= needed else ".".join(map(str, needed))

@@ -9,10 +9,11 @@ import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tidekv_cli.architectures import REFUSED, SUPPORTED
+from tidekv_cli.architectures import REFUSED, SUPPORTED, release_needed
 from tidekv_cli.errors import ModelError
 from tidekv_cli.gguf_config import config_from_gguf
 from tidekv_cli.gguf_file import GgufFile, read_gguf
@@ -202,6 +203,14 @@ def _architecture(values: _Values) -> str:
             "its model_type must be that of the architecture"
             if known
             else "docs/architectures.md lists those that are",
+        )
+    installed = version("transformers")
+    needed = release_needed(kind, installed)
+    if needed is not None:
+        raise ModelError(
+            f"{values.source} is of architecture {architecture}, which needs a newer transformers: "
+            f"{needed} or later, and {installed} is installed",
+            f"pip install 'transformers>={needed}'; its releases from 5.21 on ask for Python 3.11",
         )
     return architecture
 

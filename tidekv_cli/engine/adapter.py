@@ -16,9 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from tidekv_cli.engine.attention import Rule
 from tidekv_cli.engine.masks import CAUSAL, MaskFunction, Visible, visible
@@ -123,7 +121,7 @@ class ModelAdapter:
         self._cache = _ReplayCache()
         self._rotary = MovingRotary(model)
         self._longest: int | None = None
-        name = f"tidekv_{next(_names)}"
+        self.name = name = f"tidekv_{next(_names)}"  # of the attention that the model was given
         AttentionInterface.register(name, _attention_of(weakref.ref(self)))
         AttentionMaskInterface.register(name, _mask)
         found = model.config._attn_implementation
@@ -185,9 +183,8 @@ class ModelAdapter:
             return None
         if self._cache.updates != 1 or self._cache.keys is not None:
             raise _unlike_others(self.model, f"updates its cache {self._cache.updates} times, or attends elsewhere")
-        out = out[0] if isinstance(out, tuple) else out
-        if out.shape != hidden.shape:
-            raise _unlike_others(self.model, f"gives {list(out.shape)} for hidden states of {list(hidden.shape)}")
+        if not isinstance(out, Tensor) or out.shape != hidden.shape:
+            raise _unlike_others(self.model, f"gives something else than hidden states of {list(hidden.shape)}")
         return out
 
     def finish(self, hidden: Tensor, ids: Tensor) -> Tensor:

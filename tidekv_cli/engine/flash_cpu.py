@@ -36,13 +36,33 @@ class FlashCPU:
         return with_sinks(out if width == size else out[..., :width], lse, rule.sinks)
 
 
+def _takes_grouped_heads() -> bool:
+    """Whether the kernel maps a group of query heads to its own keys.
+
+    Older ones, as in torch 2.5, read as many key heads as there are query heads, here the second, and elsewhere past
+    the end.
+    """
+    pair = torch.arange(16.0).reshape(1, 2, 1, 8)
+    queries, first = torch.ones_like(pair), pair[:, :1]
+    out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, first, first)
+    return torch.equal(out[:, 1:], first)
+
+
+_GROUPED_HEADS = _takes_grouped_heads()
+
+
 def _flash(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    shape = queries.shape
+    if shape[1] != keys.shape[1] and not _GROUPED_HEADS:
+        # Groups as a batch, each with its keys seen once a head: a stride of 0, not a copy.
+        queries = queries.reshape(shape[0] * keys.shape[1], -1, *shape[2:])
+        keys, values = (rows.flatten(0, 1)[:, None].expand(-1, queries.shape[1], -1, -1) for rows in (keys, values))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         queries, keys, values, 0.0, causal, attn_mask=mask, scale=scale
     )
-    return out, lse
+    return out.reshape(*shape[:3], -1), lse.reshape(shape[:3])
 
 
 def _windowed(queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
