@@ -42,6 +42,7 @@ from tidekv_cli.engine.meter import process_peak_bytes
 from tidekv_cli.engine.prefill import Prefilled
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.session import Session
+from tidekv_cli.errors import TideError
 from tidekv_cli.model_spec import spec_from_config
 from tidekv_cli.plan import Planner
 from tidekv_cli.plan_settings import PlanSettings
@@ -63,10 +64,13 @@ TINY = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+WIDE = TINY | {"hidden_size": 512, "head_dim": 64, "num_hidden_layers": 4}
 MIDDLE = TINY | {"hidden_size": 1024, "intermediate_size": 3584, "head_dim": 128, "vocab_size": 4096}
 NEW_TOKENS = 33  # the first is not counted
 # The greatest error of an output or LSE whose inputs were rounded to the dtype.
 TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
+# Of a random model's logits, device against CPU, relative to the greatest.
+LOGIT_TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,8 @@ class Bench:
         self.sizes = SMALL if small else FULL
         self.config: dict[str, Any] = TINY if small else dict(shape_of("llama-3.1-8b") or {})
         self.missed: list[str] = []
-        names = ("sdpa", "math", "eager") if self.device.type == "cpu" else ("flash-attn", "sdpa", "efficient", "math")
+        on_card = ("flash-attn", "sdpa", "efficient", "math", "eager")
+        names = ("sdpa", "math", "eager") if self.device.type == "cpu" else on_card
         self.backends = [attention_backend(name, self.device.type) for name in names]
 
     def expect(self, holds: bool, what: str) -> None:
@@ -156,29 +161,36 @@ class Bench:
         expected = Eager().attend(*[tensor.float() for tensor in tensors], size**-0.5, rule)
         return max(float((a.float().cpu() - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
-    def kept_sets(self) -> dict[str, Any]:
-        """How many of the heads keep other positions, out of all."""
-        model = random_model(TINY, torch.float32, torch.device("cpu"))
-        ids = token_ids(self.sizes.kept, TINY)
-        name = self._attention("float32", TINY)
+    def kept_sets(self) -> list[dict[str, Any]]:
+        """For each dtype, how many of the heads keep other positions, and how far the last token's logits are off."""
+        return [self._kept_sets(dtype) for dtype in dict.fromkeys(("float32", self.setup.choice.dtype))]
+
+    def _kept_sets(self, dtype: str) -> dict[str, Any]:
+        model = random_model(WIDE, getattr(torch, dtype), torch.device("cpu"))
+        ids = token_ids(self.sizes.kept, WIDE)
+        name = self._attention(dtype, WIDE)
         base = {"chunk_size": 256, "score_block": 128, "budget_tokens": 200, "record_kept": True}
-        settings = self._settings(TINY, "tide", "float32", name, **base)
-        on_cpu = replace(settings, device_kind="cpu", attention="sdpa")
-        there = prefilled(model, on_cpu, ids).kept
+        settings = self._settings(WIDE, "tide", dtype, name, **base)
+        on_cpu = prefilled(model, replace(settings, device_kind="cpu", attention="sdpa"), ids)
         model.to(self.device)
-        first = prefilled(model, settings, ids).kept
+        first = prefilled(model, settings, ids)
         blocks = [prefilled(model, replace(settings, score_block=block), ids).kept for block in (64, 1000, len(ids))]
-        whole = prefilled(model, replace(settings, method=replace(settings.method, schedule="oneshot")), ids).kept
+        whole = prefilled(model, with_schedule(settings, "oneshot"), ids).kept
         result = {
+            "dtype": dtype,
             "attention": name,
-            "heads": sum(kept.shape[0] for kept in first),
-            "device_against_cpu": differing(first, there),
-            "score_blocks": [differing(first, other) for other in blocks],
-            "oneshot_against_tide": differing(first, whole),
+            "heads": sum(kept.shape[0] for kept in first.kept),
+            "logits_error": float((first.logits.cpu() - on_cpu.logits).abs().max() / on_cpu.logits.abs().max()),
+            "device_against_cpu": differing(first.kept, on_cpu.kept),
+            "score_blocks": [differing(first.kept, other) for other in blocks],
+            "oneshot_against_tide": differing(first.kept, whole),
         }
-        self.expect(result["score_blocks"] == [0, 0, 0], f"kept_sets: they hang on the score block: {result}")
-        for key in ("device_against_cpu", "oneshot_against_tide"):
-            self.expect(result[key] <= max(result["heads"] // 100, 1), f"kept_sets: {key} {result[key]}")
+        allowed = max(result["heads"] // 100, 1)
+        self.expect(max(result["score_blocks"]) <= allowed, f"kept_sets: they hang on the score block: {result}")
+        if dtype == "float32":  # rounding to half precision moves scores by more than they differ by
+            for key in ("device_against_cpu", "oneshot_against_tide"):
+                self.expect(result[key] <= allowed, f"kept_sets: {key} of {result}")
+        self.expect(result["logits_error"] <= LOGIT_TOLERANCES[dtype], f"kept_sets: logits of {result}")
         return result
 
     def oom_ladder(self) -> dict[str, Any]:
@@ -206,6 +218,8 @@ class Bench:
             "after_it": differing(again.kept, free_run.kept),
         }
         self.expect(bool(squeezed.lowered), "oom_ladder: nothing was lowered")
+        alike = result["capped_against_free"] <= max(result["heads"] // 100, 1)
+        self.expect(alike or dtype != "float32", f"oom_ladder: other positions under the cap: {result}")
         self.expect(not again.lowered and result["after_it"] == 0, f"oom_ladder: the next prompt differs: {result}")
         return result
 
@@ -235,6 +249,7 @@ class Bench:
     ) -> dict[str, Any]:
         settings = with_schedule(settings, schedule)
         planned = Planner(settings, None).bytes(tokens)
+        cap = min(cap, self.setup.free_bytes or cap)
         row: dict[str, Any] = {
             "cap_bytes": cap,
             "schedule": schedule,
@@ -361,23 +376,33 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the result goes; without it, to stdout")
     arguments = parser.parse_args()
     began = time.perf_counter()
-    bench = Bench(arguments.device, arguments.small)
+    try:
+        bench = Bench(arguments.device, arguments.small)
+    except TideError as error:
+        parser.exit(int(error.code), f"error: {error.message}\nhint: {error.hint}\n")
+    for warning in bench.setup.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if bench.device.type == "cpu" and not arguments.small:
+        parser.exit(2, "error: there is no GPU that works, and these shapes are for one\nhint: use --small\n")
     result: dict[str, Any] = {"schema": 1, "date": datetime.date.today().isoformat(), "on": card(bench.device)}
     seconds: dict[str, float] = {}
     for name in ("exactness", "kept_sets", "oom_ladder", "plan_and_speed"):
         started = time.perf_counter()
-        found = getattr(bench, name)()
-        result |= dict(zip(("plan", "speed"), found, strict=True)) if name == "plan_and_speed" else {name: found}
+        try:
+            found = getattr(bench, name)()
+        except (RuntimeError, MemoryError, ValueError, TideError) as error:  # must not cost the other checks
+            bench.missed.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")
+        else:
+            result |= dict(zip(("plan", "speed"), found, strict=True)) if name == "plan_and_speed" else {name: found}
         gc.collect()
         release_unused(bench.device)
         seconds[name] = round(time.perf_counter() - started, 1)
         print(f"{name}: {seconds[name]} s", file=sys.stderr)
-    result |= {"seconds": seconds | {"all": round(time.perf_counter() - began, 1)}, "missed": bench.missed}
-    text = json.dumps(result, indent=1)
+        result |= {"seconds": {**seconds, "all": round(time.perf_counter() - began, 1)}, "missed": bench.missed}
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if arguments.json is None:
-        print(text)
-    else:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+        print(json.dumps(result, indent=1))
     for line in bench.missed:
         print(f"missed: {line}", file=sys.stderr)
     sys.exit(1 if bench.missed else 0)

@@ -19,6 +19,15 @@ from tidekv_cli.sources import resolve_model
 ROOT = Path(__file__).parent.parent
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests for a GPU are not run where there is none."""
+    if torch.cuda.is_available():
+        return
+    absent = [item for item in items if item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=absent)
+    items[:] = [item for item in items if item not in absent]
+
+
 @pytest.fixture
 def tiny_model() -> Iterator[Callable[..., PreTrainedModel]]:
     """Makes a random float32 causal model whose attention is peaky enough for eviction to matter.

@@ -100,7 +100,7 @@ def test_attention_is_tried_with_the_models_heads(on_a_card: SetUp) -> None:
         return {"flash-attn": "No module named 'flash_attn'", "sdpa": "needs sm80"}.get(arguments[0])
 
     chosen = on_a_card(attention_fault=fault).attention(SPEC)
-    assert tried == [(name, 0, "bfloat16", (8, 2, 128)) for name in ("flash-attn", "sdpa", "efficient")]
+    assert tried == [(name, 0, "bfloat16", (8, 2, 128), False) for name in ("flash-attn", "sdpa", "efficient")]
     assert chosen.name == "efficient" and len(chosen.warnings) == 1 and "needs sm80" in chosen.warnings[0]
 
 

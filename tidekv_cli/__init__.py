@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tidekv_cli.model import open_model
+    from tidekv_cli.model import Model, open_model
+    from tidekv_cli.run import Run
 
-__all__ = ["open_model"]
+__all__ = ["Model", "Run", "open_model"]
 __version__ = "0.1.0"
+
+_HOMES = {"Model": "tidekv_cli.model", "open_model": "tidekv_cli.model", "Run": "tidekv_cli.run"}
 
 
 def __getattr__(name: str) -> Any:
-    """`open_model` is imported when it is wanted: the version is asked for without the rest."""
-    if name != "open_model":
+    """What is offered is imported when it is wanted: the version is asked for without the rest."""
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tidekv_cli.model import open_model
-
-    return open_model
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -4,9 +4,10 @@ unless one has to be tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tidekv_cli.engine.kernel_limits import HEAD_DIM_STEP, MOST_HEAD_DIM
 from tidekv_cli.errors import DeviceError, UsageError
 from tidekv_cli.model_spec import ModelSpec
 from tidekv_cli.profile import ATTENTION, CPU_ATTENTION, Profile
@@ -14,7 +15,6 @@ from tidekv_cli.profile import ATTENTION, CPU_ATTENTION, Profile
 # torch's own kernels, the best first: where `sdpa` is wanted and refuses, another of them is taken.
 _TORCH = ("sdpa", "efficient", "math")
 _HALVES = ("bfloat16", "float16")
-_MOST_HEAD_DIM, _HEAD_DIM_STEP = 256, 8
 _NOT_INSTALLED = "No module named 'flash_attn'"
 # Why a backend cannot be used, None if it can.
 Trial = Callable[[str], str | None]
@@ -60,12 +60,21 @@ def choose_attention(
         reason = _misfit(name, device_kind, dtype, spec) or trial(name)
         if reason is None:
             told = [(other, why) for other, why in refusals if wanted != "auto" or why != _NOT_INSTALLED]
-            return ChosenAttention(
-                name, tuple(f"attention {other} is not used: {why}; {name} is" for other, why in told)
-            )
+            warnings = [f"attention {other} is not used: {why}; {name} is" for other, why in told]
+            return ChosenAttention(name, (*warnings, *_partly(name, device_kind, spec)))
         refusals.append((name, reason))
     reasons = "; ".join(f"{name}: {why}" for name, why in refusals)
-    raise DeviceError(f"no attention works on this device: {reasons}", "use --attention eager, or --device cpu")
+    raise DeviceError(f"no attention works on this device: {reasons}", "use --device cpu, or another --attention")
+
+
+def _partly(name: str, device_kind: str, spec: ModelSpec) -> Iterator[str]:
+    """Which layers the chosen backend's kernel does not do, so that they take more time and memory."""
+    if device_kind == "cpu" or name not in ("flash-attn", "sdpa", "efficient"):
+        return
+    if spec.traits.softcap and name != "flash-attn":
+        yield f"attention {name} has no soft-cap: the model's layers are computed some rows at a time without a kernel"
+    if spec.traits.widest_head > MOST_HEAD_DIM and name != "efficient":
+        yield f"attention {name} takes heads of at most {MOST_HEAD_DIM}: layers with wider ones do without a kernel"
 
 
 def _misfit(name: str, device_kind: str, dtype: str, spec: ModelSpec) -> str | None:
@@ -74,6 +83,8 @@ def _misfit(name: str, device_kind: str, dtype: str, spec: ModelSpec) -> str | N
         return None
     if name != "efficient" and dtype not in _HALVES:
         return f"it computes in {' and '.join(_HALVES)}, not {dtype}"
-    if spec.head_dim % _HEAD_DIM_STEP or (name != "efficient" and spec.head_dim > _MOST_HEAD_DIM):
-        return f"its heads have a multiple of {_HEAD_DIM_STEP} numbers, at most {_MOST_HEAD_DIM}, not {spec.head_dim}"
+    if spec.head_dim % HEAD_DIM_STEP:
+        return f"its heads have a multiple of {HEAD_DIM_STEP} numbers, not {spec.head_dim}"
+    if name != "efficient" and spec.head_dim > MOST_HEAD_DIM:
+        return f"its heads have at most {MOST_HEAD_DIM} numbers, not {spec.head_dim}"
     return None

@@ -27,13 +27,14 @@ class FewLayers:
     """`model` has the layers `kept` of the whole one: the first, the last, and between them the last of each kind.
 
     `stand_ins` says for every layer of the whole model which place in `kept` is of its kind; `weight_bytes` are the
-    whole model's.
+    whole model's, and so is `config`, with what was left to its type's defaults.
     """
 
     model: PreTrainedModel
     kept: tuple[int, ...]
     stand_ins: tuple[int, ...]
     weight_bytes: int
+    config: Mapping[str, Any]
 
     def left_out_before(self, place: int) -> Iterator[tuple[int, int]]:
         """For each stand-in, how many layers of its kind are left out before the layer at `place` in `kept`.
@@ -57,8 +58,9 @@ def few_layers(config: str, window: int | None, dtype: torch.dtype) -> FewLayers
         kept = tuple(sorted({0, count - 1, *last_of_kind.values()}))
         stand_ins = tuple(kept.index(last_of_kind.get(kind, index)) for index, kind in enumerate(kinds))
         weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        complete = model.config.to_dict()
         _keep(model, layers, kept)
-    return FewLayers(model, kept, stand_ins, weight_bytes)
+    return FewLayers(model, kept, stand_ins, weight_bytes, complete)
 
 
 def _whole_model(values: dict[str, Any], window: int | None, dtype: torch.dtype) -> PreTrainedModel:

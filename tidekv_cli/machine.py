@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from tidekv_cli.errors import MemoryExhaustedError, is_out_of_memory
 from tidekv_cli.jtop import run_jtop
 
 
@@ -78,11 +80,14 @@ def _torch_free(index: int) -> int:
 
 
 def torch_fault(index: int) -> str | None:
-    """Why card `index` computes nothing, None if it does: a torch that is not built for it says so at the first use."""
+    """Why card `index` computes nothing, None if it does: a torch that is not built for it says so at the first use.
+
+    Raises `MemoryExhaustedError` where the card is full.
+    """
     import torch
 
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _memory_named(index):
             warnings.simplefilter("ignore")
             total = torch.arange(8, device=f"cuda:{index}").sum().item()
     except (RuntimeError, AssertionError) as error:
@@ -90,13 +95,32 @@ def torch_fault(index: int) -> str | None:
     return None if total == 28 else f"it adds up 0 to 7 to {total}"
 
 
-def torch_attention_fault(name: str, index: int, dtype: str, heads: tuple[int, int, int]) -> str | None:
-    """Why attention `name` cannot be used on card `index` for (Hq, Hkv, D) heads, None if it can: it is tried."""
+def torch_attention_fault(name: str, index: int, dtype: str, heads: tuple[int, int, int], softcap: bool) -> str | None:
+    """Why attention `name` cannot be used on card `index` for (Hq, Hkv, D) heads, None if it can: it is tried.
+
+    Raises `MemoryExhaustedError` where the card is full.
+    """
     import torch
 
     from tidekv_cli.engine.backends import attention_backend, failure
 
-    return failure(attention_backend(name, "cuda"), torch.device("cuda", index), getattr(torch, dtype), heads)
+    with _memory_named(index):
+        device = torch.device("cuda", index)
+        return failure(attention_backend(name, "cuda"), device, getattr(torch, dtype), heads, softcap)
+
+
+@contextmanager
+def _memory_named(index: int) -> Iterator[None]:
+    """A full card is no broken one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryExhaustedError(
+            f"CUDA device {index} has no memory left to try anything: {reason_of(error)}",
+            "see what else takes its memory, or use --device cpu",
+        ) from error
 
 
 def set_torch_allocator(variables: Mapping[str, str]) -> None:
@@ -113,7 +137,9 @@ def set_torch_allocator(variables: Mapping[str, str]) -> None:
 
     tell = getattr(torch.cuda.memory, "_set_allocator_settings", None)
     if tell is not None:
-        tell(settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its successor is not in every torch that is supported
+            tell(settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +153,7 @@ class Machine:
     cuda: Callable[[], Sequence[CudaCard]] = torch_cards
     jtop: Callable[[], Mapping[str, Any]] = run_jtop
     cuda_fault: Callable[[int], str | None] = torch_fault
-    attention_fault: Callable[[str, int, str, tuple[int, int, int]], str | None] = torch_attention_fault
+    attention_fault: Callable[[str, int, str, tuple[int, int, int], bool], str | None] = torch_attention_fault
     set_allocator: Callable[[Mapping[str, str]], None] = set_torch_allocator
 
     @property

@@ -1,8 +1,8 @@
 """Bytes by item and phase at any prompt length: a few lengths simulated, kept on disk, and straight lines through them.
 
 At fixed settings each phase's peak is affine in the length S once S is past the budget, the blocks that wait for the
-top-k, and three chunks. Below that, and where attention forms matrices of logits, the length itself is simulated,
-which needs torch.
+top-k, and three chunks; so too past each window of sliding layers. Before that, and where attention forms matrices of
+logits, the length itself is simulated, which needs torch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tidekv_cli.plan_settings import PlanSettings
+from tidekv_cli.plan_settings import PlanSettings, Regimes
 
-_FORMAT = 1
+_FORMAT = 2
 _CUDA_GRANULARITY = 512  # torch's CUDA allocator rounds each block up to it
 _ALIGNED = 256  # so many tokens fill whole blocks of an allocator, so lines have no rounding in them
 _FAR = 1 << 16
@@ -37,23 +38,26 @@ class MemoryModel:
         """`directory` keeps what was simulated; None keeps it for this object only."""
         self._settings = settings
         self._file = None if directory is None else directory / f"{_key(settings)}.json"
-        self._samples: dict[int, Phases] = {} if self._file is None else _read(self._file)
+        self._regimes, self._samples = (None, {}) if self._file is None else _read(self._file)
 
     def peak(self, length: int) -> dict[str, int]:
         """Bytes by item at the highest moment of a prompt of `length` tokens, from the lines."""
         items = _highest(self.phases(length))
-        if self._granularity > 1 and self._on_lines(length):  # what grows with the length may round up by a block
+        # What grows with the length may round up by a block.
+        if self._granularity > 1 and self._line_for(length) is not None:
             whole_cache = 2 * self._settings.spec.layers if self._settings.budget_tokens is None else 0
             items["workspace"] += self._granularity * (whole_cache + _GROWING_STORAGES)
         return items
 
     def near(self, length: int) -> int:
-        """The length to ask about in a search: below the lines a little more, so that few have to be simulated."""
-        if self._on_lines(length):
+        """The length to ask about in a search: off the lines a little more, so that few have to be simulated."""
+        if self._line_for(length) is not None:
             return length
         step = max(1 << length.bit_length() >> _SEARCH_BITS, 1)
         rounded = -(-length // step) * step
-        return rounded if self._settings.bends else min(rounded, self.lines[0])
+        if self._borders(length) != self._borders(rounded):
+            return length
+        return rounded if self.bends or length > self.lines[0] else min(rounded, self.lines[0])
 
     def simulated(self, length: int) -> dict[str, int]:
         """The same, simulated at this very length."""
@@ -61,12 +65,31 @@ class MemoryModel:
 
     def phases(self, length: int) -> Phases:
         """Bytes by item at the peak of each of `simulate`'s phases."""
-        if not self._on_lines(length):
+        starts = self._line_for(length)
+        if starts is None:
             return self._sampled(length)
-        start, step = self.lines
         # All of a whole prompt's activations grow with it, and another moment may be the highest further on.
-        lines = [self._line(at, step, length) for at in ((start, _FAR) if self._whole else (start,))]
+        lines = [self._line(start, self.lines[1], length) for start in starts]
         return [_highest(phase) for phase in zip(*lines, strict=True)]
+
+    def _borders(self, length: int) -> tuple[int, float]:
+        """The longest window that hides something from a prompt of `length` tokens, and the next that does not."""
+        longest = length + self._settings.max_new_tokens
+        hiding = [window for window in self.regimes.windows if window < longest]
+        others = [window for window in self.regimes.windows if window >= longest]
+        return max(hiding, default=0), min(others, default=math.inf)
+
+    def _line_for(self, length: int) -> tuple[int, ...] | None:
+        """Where the lines begin that `length` lies on, None if it lies on none."""
+        begin, step = self.lines
+        if self.bends or length <= begin:
+            return None
+        low, high = self._borders(length)
+        start = begin + -(-low // _ALIGNED) * _ALIGNED
+        last = high - step - self._settings.max_new_tokens
+        if length <= start or start > last:
+            return None
+        return (start, _FAR) if self._whole and start < _FAR <= last else (start,)
 
     def _line(self, start: int, step: int, length: int) -> Phases:
         """Each phase's items at `length`, on the line through `start` and the next step, rounded up."""
@@ -87,8 +110,19 @@ class MemoryModel:
     def _whole(self) -> bool:
         return self._settings.method.schedule == "oneshot"
 
-    def _on_lines(self, length: int) -> bool:
-        return not self._settings.bends and length > self.lines[0]
+    @property
+    def bends(self) -> bool:
+        """Whether each length is simulated."""
+        return self.regimes.bends
+
+    @property
+    def regimes(self) -> Regimes:
+        """Where the lines end."""
+        if self._regimes is None:
+            from tidekv_cli.simulate import regimes
+
+            self._regimes = regimes(self._settings)
+        return self._regimes
 
     @property
     def _granularity(self) -> int:
@@ -100,7 +134,7 @@ class MemoryModel:
 
             self._samples[length] = simulate(self._settings, length, self._granularity)
             if self._file is not None:
-                _write(self._file, self._samples)
+                _write(self._file, self.regimes, self._samples)
         return self._samples[length]
 
 
@@ -136,29 +170,32 @@ def _engine_digest() -> str:
     return digest.hexdigest()
 
 
-def _read(file: Path) -> dict[int, Phases]:
+def _read(file: Path) -> tuple[Regimes | None, dict[int, Phases]]:
     """What an earlier process simulated; a damaged file is as good as none."""
     try:
         if not file.is_file():  # a pipe may never be written to
-            return {}
-        samples = {int(length): phases for length, phases in json.loads(file.read_text(encoding="utf-8")).items()}
+            return None, {}
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        samples = {int(length): phases for length, phases in kept["samples"].items()}
         whole = all(_is_phase(phase) for phases in samples.values() for phase in phases)
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
-        return {}
+        regimes = Regimes(tuple(kept["windows"]), kept["bends"])
+        whole = whole and type(regimes.bends) is bool and all(type(window) is int for window in regimes.windows)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError, KeyError):
+        return None, {}
     counts = {len(phases) for phases in samples.values()}
-    return samples if whole and len(counts) == 1 and 0 not in counts else {}
+    return (regimes, samples) if whole and len(counts) == 1 and 0 not in counts else (None, {})
 
 
 def _is_phase(phase: Any) -> bool:
     return set(phase) == set(_ITEMS) and all(type(phase[item]) is int and phase[item] >= 0 for item in _ITEMS)
 
 
-def _write(file: Path, samples: dict[int, Phases]) -> None:
+def _write(file: Path, regimes: Regimes, samples: dict[int, Phases]) -> None:
     """In one step; where there is no place to write, the next process simulates again."""
     scratch = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(samples), encoding="utf-8")
+        scratch.write_text(json.dumps({**asdict(regimes), "samples": samples}), encoding="utf-8")
         os.replace(scratch, file)
     except OSError:
         with suppress(OSError):

@@ -11,7 +11,8 @@ from typing import Any
 from tidekv_cli.catalog import DEFAULT_MODEL
 from tidekv_cli.documents import Document
 from tidekv_cli.errors import InputError, ModelError, TideError, UsageError, WindowError
-from tidekv_cli.model_spec import ModelFiles, inspect_model
+from tidekv_cli.model_shape import model_shape
+from tidekv_cli.model_spec import ModelFiles, ModelSpec, inspect_model
 from tidekv_cli.outcome import Outcome
 from tidekv_cli.plan import Plan
 from tidekv_cli.plan_settings import PlanSettings
@@ -81,18 +82,27 @@ class Model:
     """Prompts are planned here, one after another; each is a `Run`."""
 
     def __init__(
-        self, request: RunRequest, environ: Mapping[str, str], note: Tell | None = None, warn: Tell | None = None
+        self,
+        request: RunRequest,
+        environ: Mapping[str, str],
+        note: Tell | None = None,
+        warn: Tell | None = None,
+        compute: bool = True,
     ) -> None:
-        """Settle device, profile and settings. Raises `UsageError` and `DeviceError`."""
+        """Settle device, profile and settings. Raises `UsageError` and `DeviceError`.
+
+        Without `compute` only figures are wanted, so a profile may stand for a device that is not here.
+        """
         self._request, self._environ = request, environ
         self._note, self._tell = note or _silent, warn or _silent
         self.warnings: list[str] = []
         config = load_settings(environ)
         self.name = str(first_given(request.model, config.get("model"), DEFAULT_MODEL))
-        self.setup: Setup = set_up(request, config, environ)
-        self._fitter = self.setup.fitter()
+        self.setup: Setup = set_up(request, config, environ, compute)
+        self.fitter = self.setup.fitter()
         self._session: Any = None
         self._files: ModelFiles | None = None
+        self._attention: str | None = None
         for warning in self.setup.warnings:
             self._warn(warning)
 
@@ -101,8 +111,8 @@ class Model:
         if self._files is None:
             self._source = resolve_model(self.name, self._environ, self._request.offline, self._note)
             self._files = inspect_model(self._source.path, self.name)
-            for warning in self._attention.warnings:
-                self._warn(warning)
+            self.shape = self._files.spec, self._files.config
+            self._try_attention()
 
     @property
     def files(self) -> ModelFiles:
@@ -112,8 +122,18 @@ class Model:
         return self._files
 
     @cached_property
-    def _attention(self) -> Any:
-        return self.setup.attention(self.files.spec)
+    def shape(self) -> tuple[ModelSpec, Mapping[str, Any]]:
+        """Shapes and config, for which a known alias needs no file. Raises `ModelError`."""
+        return model_shape(self.name, self._environ, self._request.offline, self._note)
+
+    def _try_attention(self) -> str:
+        """The attention's name, found out once."""
+        if self._attention is None:
+            chosen = self.setup.attention(self.shape[0])
+            self._attention = chosen.name
+            for warning in chosen.warnings:
+                self._warn(warning)
+        return self._attention
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -126,7 +146,7 @@ class Model:
 
     def settings(self, record_kept: bool = False) -> PlanSettings:
         """What a plan starts from."""
-        return self.setup.plan_settings(self.files.spec, self.files.config, self._attention.name, record_kept)
+        return self.setup.plan_settings(*self.shape, self._try_attention(), record_kept)
 
     def plan(
         self,
@@ -153,6 +173,9 @@ class Model:
         if truncate not in TRUNCATIONS:
             raise UsageError(f"truncate {truncate} is not known", f"use one of {', '.join(TRUNCATIONS)}")
         given = [documents] if isinstance(documents, str) else documents
+        for document in given:
+            if not isinstance(document, (str, Document)):
+                raise UsageError(f"a document is text, not {type(document).__name__}", "read or decode it first")
         texts = [Document(f"document {n}", d) if isinstance(d, str) else d for n, d in enumerate(given, start=1)]
         warnings: list[str] = []
         if not raw and not getattr(self.tokenizer, "chat_template", None):
@@ -164,10 +187,11 @@ class Model:
         ]
         prompt = build_prompt(self.tokenizer, texts, question, system, raw, arguments, progress)
         self._check_tokens(prompt.token_ids)
+        self._read_memory()
         settings = self.settings(record_kept)
         window = None if allow_beyond_window else settings.spec.context_window
         window_left = max(_or_no_limit(window) - settings.max_new_tokens, 0)
-        plan = self._fitter.plan(settings, len(prompt.token_ids))
+        plan = self.fitter.plan(settings, len(prompt.token_ids))
         allowed = min(window_left, _or_no_limit(plan.memory_prompt_tokens))
         if truncate != "error" and len(prompt.token_ids) > allowed:
             try:
@@ -177,7 +201,7 @@ class Model:
                     raise
             else:
                 warnings.append(f"{prompt.truncated_tokens} document tokens were dropped ({truncate})")
-                plan = self._fitter.plan(settings, len(prompt.token_ids))
+                plan = self.fitter.plan(settings, len(prompt.token_ids))
         run = self._run(prompt.token_ids, plan, allow_beyond_window)
         run.outcome.document_tokens = [(d.path, n) for d, n in zip(texts, prompt.document_tokens, strict=True)]
         run.outcome.truncated_tokens = prompt.truncated_tokens
@@ -185,11 +209,24 @@ class Model:
             run.warn(warning)
         return run
 
-    def plan_tokens(self, token_ids: Sequence[int], allow_beyond_window: bool = False) -> Run:
-        """Plan a prompt that is token ids already. Raises `InputError` for none, `ModelError` for unknown ones."""
-        self._check_tokens(token_ids)
-        plan = self._fitter.plan(self.settings(), len(token_ids))
-        return self._run(token_ids, plan, allow_beyond_window)
+    def plan_tokens(
+        self, token_ids: Sequence[int], allow_beyond_window: bool = False, record_kept: bool = False
+    ) -> Run:
+        """Plan a prompt that is token ids already. Raises `InputError` for none and `UsageError` for unknown ones."""
+        ids = [int(token) for token in token_ids]
+        known = self.files.spec.vocab_size
+        if ids and not 0 <= min(ids) <= max(ids) < known:
+            wrong = next(token for token in ids if not 0 <= token < known)
+            raise UsageError(f"token {wrong} is not known to the model", f"give ids from 0 to {known - 1}")
+        self._check_tokens(ids)
+        self._read_memory()
+        plan = self.fitter.plan(self.settings(record_kept), len(ids))
+        return self._run(ids, plan, allow_beyond_window)
+
+    def _read_memory(self) -> None:
+        """Free memory is what is free now, with what this model holds of it already."""
+        held = 0 if self._session is None else self._session.held_bytes
+        self.setup = self.setup.at_present(held)
 
     def _run(self, token_ids: Sequence[int], plan: Plan, allow_beyond_window: bool) -> Run:
         outcome = Outcome(
@@ -212,7 +249,7 @@ class Model:
 
     def refusal(self, plan: Plan) -> TideError:
         """Why a plan that does not fit does not, and what would help."""
-        return self._fitter.refusal(plan)
+        return self.fitter.refusal(plan)
 
     def session(self) -> tuple[Any, float]:
         """The engine with the weights loaded, and the seconds that loading took now. Raises `ModelError`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,10 +29,24 @@ _ALSO = {  # what older configs call it
 
 
 @dataclass(frozen=True, slots=True)
+class Traits:
+    """What layers ask of attention beside the usual, as far as a config states it and does not leave it to its type.
+
+    `odd` if not every kernel knows it: a `softcap`, chunks, values of another size. `widest_head` is the greatest head
+    size of any layer, 0 where none is stated; `windows` are the sizes that sliding layers may have, in tokens.
+    """
+
+    softcap: bool = False
+    odd: bool = False
+    widest_head: int = 0
+    windows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Shapes of a decoder-only model; `context_window` in tokens, None where the model states none.
 
-    `odd_attention` if a layer asks for what not every kernel knows: a soft-cap, chunks, values of another size.
+    `traits` are those that the config states.
     """
 
     architecture: str
@@ -44,7 +58,7 @@ class ModelSpec:
     vocab_size: int
     context_window: int | None
     tied_embeddings: bool
-    odd_attention: bool = False
+    traits: Traits = Traits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +137,34 @@ def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
         vocab_size=values.size("vocab_size"),
         context_window=_window(values.number("max_position_embeddings", 0.0)),
         tied_embeddings=values.flag("tie_word_embeddings"),
-        odd_attention=bool(config.get("attn_logit_softcapping"))
-        or "chunked_attention" in layer_types
-        or config.get("v_head_dim") not in (None, head_dim),
+        traits=traits_of(config),
     )
+
+
+def traits_of(config: Mapping[str, Any]) -> Traits:
+    """The traits that a Hugging Face config states."""
+    softcap = bool(config.get("attn_logit_softcapping"))
+    chunks = "chunked_attention" in (config.get("layer_types") or ())
+    values_differ = config.get("v_head_dim") not in (None, config.get("head_dim"))
+    return Traits(
+        softcap=softcap,
+        odd=softcap or chunks or values_differ,
+        widest_head=max(_sizes(config, "head_dim"), default=0),
+        windows=tuple(sorted(set(_sizes(config, "window")))),
+    )
+
+
+def _sizes(config: Any, word: str) -> Iterator[int]:
+    """Numbers under keys with `word` in them, wherever in a config."""
+    if isinstance(config, list):
+        for value in config:
+            yield from _sizes(value, word)
+    elif isinstance(config, dict):
+        for key, value in config.items():
+            if word in str(key) and type(value) is int and value > 0:
+                yield value
+            else:
+                yield from _sizes(value, word)
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:

@@ -101,6 +101,11 @@ class Planner:
         longest = self.largest_prompt if longest is None else longest
         return Plan(self.settings, prompt_tokens, self._items(peak), cache, longest)
 
+    @property
+    def bends(self) -> bool:
+        """Whether each length has to be simulated."""
+        return self._model.bends
+
     def bytes(self, length: int) -> PlannedBytes:
         """Bytes by item at the moment of the peak for a prompt of `length` tokens, or of up to a hundredth more."""
         return self._items(self._model.peak(self._model.near(length)))
@@ -124,7 +129,7 @@ class Planner:
         if self.settings.free_bytes is None:
             return None
         start, _ = self._model.lines
-        if not self.settings.bends:
+        if not self._model.bends:
             low, high = (start, _LONGEST) if self.fits(start) else (1, start)
             return last_that_fits(self.headroom, low, high) if self.fits(low) else 0
         # Each length is simulated: none longer than twice the longest that fits, or than the window.

@@ -22,6 +22,17 @@ NO_RATES = Rates()
 
 
 @dataclass(frozen=True, slots=True)
+class Regimes:
+    """Memory is a straight line over the length between one of `windows`, in tokens, and the next.
+
+    It is none anywhere if it `bends`, because a matrix of logits grows with the keys of each chunk.
+    """
+
+    windows: tuple[int, ...]
+    bends: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PlanSettings:
     """Everything that changes memory, in tokens; `budget_tokens` None keeps all. `config` is a Hugging Face config.
 
@@ -50,8 +61,3 @@ class PlanSettings:
     def device_type(self) -> str:
         """What torch calls the device: `cpu` or `cuda`."""
         return "cpu" if self.device_kind == "cpu" else "cuda"
-
-    @property
-    def bends(self) -> bool:
-        """Whether memory is no straight line over the length: a matrix of logits grows with the keys of each chunk."""
-        return self.attention in ("math", "eager") or self.spec.odd_attention

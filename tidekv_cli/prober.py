@@ -9,17 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tidekv_cli.capacity import Capacity, probe
-from tidekv_cli.catalog import DEFAULT_MODEL
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import MemoryExhaustedError, UsageError, WindowError
-from tidekv_cli.model_shape import model_shape
+from tidekv_cli.model import Model
 from tidekv_cli.outcome import SCHEMA, device_document, plan_document
 from tidekv_cli.plan import Planner
 from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.report import Reporter
-from tidekv_cli.request import EngineChoice, RunRequest, first_given
-from tidekv_cli.settings import load_settings
-from tidekv_cli.setup import Setup, set_up
+from tidekv_cli.request import EngineChoice, RunRequest
+from tidekv_cli.setup import Setup
 from tidekv_cli.verify import measure
 
 _LONGEST_SIMULATED = 1 << 24  # tokens
@@ -49,21 +47,15 @@ class Prober:
             raise UsageError("--args and --json exclude each other", "drop one of them")
         if any(context < 1 for context in wanted.contexts):
             raise UsageError(f"--context {min(wanted.contexts)} is impossible", "give numbers of tokens, at least 1")
-        config = load_settings(environ)
-        setup = set_up(request, config, environ, compute=False)
+        model = Model(request, environ, self._reporter.note, self._reporter.warning, compute=False)
+        name, setup, fitter = model.name, model.setup, model.fitter
         if wanted.verify and setup.elsewhere:
             raise UsageError(
                 f"--verify needs the device itself, and {setup.profile.name} is not here", "leave out --profile"
             )
-        name = first_given(request.model, config.get("model"), DEFAULT_MODEL)
-        spec, shape = model_shape(name, environ, request.offline, self._reporter.note)
-        fitter = setup.fitter()
-        attention = setup.attention(spec)
-        for warning in (*setup.warnings, *attention.warnings):
-            self._reporter.warning(warning)
-        settings = fitter.starting_point(setup.plan_settings(spec, shape, attention.name))
-        _check_lengths(settings, wanted)
+        settings = fitter.starting_point(model.settings())
         planner = Planner(settings, setup.plans, exact=wanted.simulate)
+        _check_lengths(planner, wanted)
         capacity = probe(planner, wanted.contexts)
         if not capacity.plan.fits:
             raise fitter.refusal(fitter.plan(settings, 1))
@@ -122,17 +114,16 @@ class Prober:
         )
 
 
-def _check_lengths(settings: PlanSettings, wanted: ProbeRequest) -> None:
+def _check_lengths(planner: Planner, wanted: ProbeRequest) -> None:
     """Raise where no prompt is left beside the new tokens, or a length is too long to be simulated."""
-    window, new = settings.spec.context_window, settings.max_new_tokens
+    window, new = planner.settings.spec.context_window, planner.settings.max_new_tokens
     if window is not None and new >= window:
         raise WindowError(
             f"{new} new tokens leave no room for a prompt in the model's window of {window}",
             "use a smaller --max-new-tokens",
         )
     longest = max(wanted.contexts, default=0)
-    exact = wanted.simulate or settings.bends
-    if exact and longest > _LONGEST_SIMULATED:
+    if longest > _LONGEST_SIMULATED and (wanted.simulate or planner.bends):
         raise UsageError(
             f"--context {longest} is too long to be simulated: at most {_LONGEST_SIMULATED}",
             "leave out --simulate and --attention, or give shorter lengths",

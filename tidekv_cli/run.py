@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from tidekv_cli.device import detect_device
 from tidekv_cli.engine.sampling import SamplingSettings
-from tidekv_cli.errors import MemoryExhaustedError, TideError, WindowError, is_out_of_memory
+from tidekv_cli.errors import MemoryExhaustedError, TideError, UsageError, WindowError, is_out_of_memory
 from tidekv_cli.outcome import Outcome, outcome_document
 from tidekv_cli.plan import Plan
 from tidekv_cli.room import Room
@@ -49,7 +49,8 @@ class Run:
         self._model, self._tell = model, warn
         self._allow_beyond_window = allow_beyond_window
         self._prompt: Any = None
-        self._began = 0.0
+        self._answered = False
+        self._made = self._began = time.perf_counter()
 
     @property
     def plan(self) -> Plan:
@@ -84,18 +85,21 @@ class Run:
     def prefill(self, progress: Callable[[int, int], None] | None = None, checked: bool = True) -> None:
         """Load the weights if they are not, and build the compact cache; `progress(done, total)` hears of each chunk.
 
-        Raises as `check` does, unless it is to be tried all the same, and `MemoryExhaustedError`.
+        Raises as `check` does, unless it is to be tried all the same, and `MemoryExhaustedError`, after which it may be
+        called again. Raises `UsageError` where the cache is there.
         """
         from tidekv_cli.assembly import engine_settings
         from tidekv_cli.engine.backends import attention_backend
         from tidekv_cli.engine.memory import unused_bytes
 
+        if self._prompt is not None:
+            raise UsageError("this run is prefilled already", "plan the prompt again")
         if checked:
             self.check()
         outcome, plan = self.outcome, self.plan
         attention = attention_backend(plan.settings.attention, plan.settings.device_type)
         settings = engine_settings(plan.settings, len(self.token_ids), attention)
-        with self._measured():
+        with self._measured(), self._device_measured():
             session, outcome.load_s = self._model.session()
             room = Room(
                 lambda: _available(outcome.device.address, unused_bytes(session.device)),
@@ -119,15 +123,19 @@ class Run:
         """The answer, piece by piece, as its text becomes certain; prefills first if that was not done. Once only.
 
         Greedy at temperature 0. It ends at an end token, before a text of `stop`, or after the planned number of
-        tokens; `outcome.finish_reason` says which. Raises `UsageError` for impossible sampling, and as `prefill`.
+        tokens; `outcome.finish_reason` says which. Raises `UsageError` for impossible sampling and for a second answer,
+        and as `prefill`.
         """
         return self._pieces(self.tokens(temperature, top_p, seed), stop)
 
     def tokens(self, temperature: float = 0.0, top_p: float = 1.0, seed: int | None = None) -> Iterator[int]:
         """The answer's token ids, as they are chosen: `generate` without text."""
         sampling = SamplingSettings(temperature, top_p, seed)
+        if self._answered:
+            raise UsageError("this run has its answer already, and its cache holds it", "plan the prompt again")
         if self._prompt is None:
             self.prefill()
+        self._answered = True
         return self._tokens(sampling)
 
     def _tokens(self, sampling: SamplingSettings) -> Iterator[int]:
@@ -170,8 +178,7 @@ class Run:
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """What fails for want of memory is told as that; peaks are read however it ends."""
-        from tidekv_cli.engine.memory import device_peaks
+        """What fails for want of memory is told as that; what it took is read however it ends."""
         from tidekv_cli.engine.meter import process_peak_bytes
 
         outcome, plan = self.outcome, self.plan
@@ -187,6 +194,17 @@ class Run:
             ) from error
         finally:
             outcome.process_peak_bytes = process_peak_bytes()
+            outcome.total_s = time.perf_counter() - self._made
+
+    @contextmanager
+    def _device_measured(self) -> Iterator[None]:
+        """The device's peaks are those of the prefill: another run's may begin before this one's answer ends."""
+        from tidekv_cli.engine.memory import device_peaks
+
+        outcome = self.outcome
+        try:
+            yield
+        finally:
             outcome.allocated_peak_bytes, outcome.reserved_peak_bytes = device_peaks(outcome.device.address)
 
     def warn(self, text: str) -> None:

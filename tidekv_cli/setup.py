@@ -25,7 +25,7 @@ class Setup:
     """What a request comes to; `limit_bytes` is what the user wants to be all there is.
 
     `elsewhere` if the device is not here; `plans` is where simulated figures are kept; `warnings` say what was chosen
-    against what one would expect.
+    against what one would expect; `held_bytes` are taken on the device by what a plan counts itself.
     """
 
     device: Device
@@ -36,11 +36,14 @@ class Setup:
     plans: Path
     machine: machine.Machine
     warnings: tuple[str, ...] = ()
+    held_bytes: int = 0
 
     @property
     def free_bytes(self) -> int | None:
         """What may be used: free memory, or the limit if that is less; None where neither is known."""
-        known = [amount for amount in (self.device.free_bytes, self.limit_bytes) if amount is not None]
+        free = self.device.free_bytes
+        free = None if free is None else free + self.held_bytes
+        known = [amount for amount in (free, self.limit_bytes) if amount is not None]
         return min(known, default=None)
 
     @property
@@ -53,18 +56,28 @@ class Setup:
         """The profile's, in bytes; what the system keeps is not free any more on a device that is here."""
         return {name: size for name, size in self.profile.reserve.items() if self.elsewhere or name != "system"}
 
+    def at_present(self, held_bytes: int) -> Setup:
+        """The same with memory as it is now, of which `held_bytes` are this process's and part of every plan."""
+        if self.elsewhere:
+            return self
+        return replace(self, device=detect_device(self.device.address, self.machine), held_bytes=held_bytes)
+
     def attention(self, spec: ModelSpec) -> ChosenAttention:
         """The backend for a model of these shapes: on a GPU that is here, the first that works when it is tried.
 
         Raises `DeviceError` where none does.
         """
         choice, index = self.choice, None if self.elsewhere else self.device.index
+        if index is not None and self.machine.cuda_fault(index) is not None:
+            index = None  # only figures are wanted of a card that cannot compute
         kv_heads = min(spec.kv_heads, 2)
         heads = spec.heads // spec.kv_heads * kv_heads, kv_heads, spec.head_dim
 
         def trial(name: str) -> str | None:
             """Torch brings its CPU kernels along, and what is not here cannot be tried."""
-            return None if index is None else self.machine.attention_fault(name, index, choice.dtype, heads)
+            if index is None:
+                return None
+            return self.machine.attention_fault(name, index, choice.dtype, heads, spec.traits.softcap)
 
         return choose_attention(choice.attention, choice.wanted_attention, self.device.kind, choice.dtype, spec, trial)
 

@@ -19,11 +19,13 @@ from tidekv_cli.engine import ledger
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.backends import simulated_backend
 from tidekv_cli.engine.decode import next_logits, sampling_weights
+from tidekv_cli.engine.kernel_limits import MOST_HEAD_DIM
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.few_layers import FAKE, few_layers
-from tidekv_cli.plan_settings import PlanSettings
+from tidekv_cli.model_spec import traits_of
+from tidekv_cli.plan_settings import PlanSettings, Regimes
 
 _SAMPLING = SamplingSettings(temperature=1.0, top_p=0.5)
 
@@ -70,6 +72,15 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
         for stand_in, count in few.left_out_before(number // 2):
             phase[ledger.CACHE] += (cached[stand_in + 1] - cached[stand_in]) * count
     return [{**phase, ledger.WEIGHTS: few.weight_bytes} for phase in phases]
+
+
+def regimes(settings: PlanSettings) -> Regimes:
+    """Where memory is a straight line over the length, and where it is not."""
+    config = json.dumps(dict(settings.config), sort_keys=True)
+    traits = traits_of(few_layers(config, settings.spec.context_window, torch_dtype(settings)).config)
+    matrices = settings.attention in ("math", "eager") or traits.odd
+    too_wide = settings.device_type == "cuda" and traits.widest_head > MOST_HEAD_DIM
+    return Regimes(traits.windows, matrices or too_wide)
 
 
 class _PhasedPrefill(LayerMajorPrefill):

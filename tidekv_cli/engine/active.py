@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from tidekv_cli.engine.adapter import KeysOnlyError
 from tidekv_cli.engine.attention import PLAIN, Attention, Rule
 from tidekv_cli.engine.ledger import ACTIVE_KV, book
+from tidekv_cli.engine.masks import CAUSAL
 from tidekv_cli.engine.scoring import Observer
 
 
@@ -17,14 +19,17 @@ class ActiveKV:
     """Keys and values [1, Hkv, L, D] of the layer at work, and attention over them.
 
     `reused` writes into one buffer of `capacity` rows that every layer uses again; otherwise the tensors are held
-    as the layer computed them and dropped by `clear`.
+    as the layer computed them and dropped by `clear`. `longest` is the number of tokens with those to come.
     """
 
-    def __init__(self, attention: Attention, observer: Observer | None, capacity: int, reused: bool) -> None:
+    def __init__(
+        self, attention: Attention, observer: Observer | None, capacity: int, reused: bool, longest: int
+    ) -> None:
         self._attention = attention
         self._observer = observer
         self._capacity = capacity
         self._reused = reused
+        self._longest = longest
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._length = 0
@@ -78,8 +83,11 @@ class ActiveKV:
     def attend(self, queries: Tensor, scale: float, rule: Rule) -> Tensor:
         """Output [1, Hq, n, Dv] of the chunk's queries over the prompt so far; the observer sees queries and LSE.
 
-        `rule` is the layer's, and stays to be read after it.
+        `rule` is the layer's, and stays to be read after it: without a window that hides nothing from anybody.
         """
+        window = rule.visible.window
+        if window is not None and window >= self._longest:
+            rule = replace(rule, visible=CAUSAL)
         self.rule = rule
         out, lse = self._attention.attend(queries, self.keys, self.values, scale, rule)
         if self._observer is not None and rule.visible.everything:

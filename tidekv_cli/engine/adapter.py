@@ -143,7 +143,7 @@ class ModelAdapter:
         self._cache.targets = targets
         self._cache.active = self._cache.keys = None
         self._longest = None if prompt_length is None else prompt_length - 1
-        if prompt_length is not None:
+        if targets:  # another prompt may have moved it meanwhile
             self._rotary.reset()
 
     def _whole_prompt_seen(self) -> AbstractContextManager[None]:

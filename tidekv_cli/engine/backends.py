@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ _SIMULATED_CUDA: dict[str, Attention] = {
 }
 # Kernels round a product of half-precision numbers to their dtype.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-_KEYS, _WINDOW = 40, 5
+_KEYS, _WINDOW, _SOFTCAP = 40, 5, 2.0
 
 
 def attention_backend(name: str, device_type: str) -> Attention:
@@ -54,13 +56,17 @@ def _by_name(backends: dict[str, Attention], name: str, device_type: str) -> Att
     return backends[name]
 
 
-def failure(backend: Attention, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> str | None:
+def failure(
+    backend: Attention, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], softcap: bool = False
+) -> str | None:
     """Why `backend` cannot be used, None if on a tiny input it gives what plain attention does.
 
-    `heads` is (Hq, Hkv, D). Tried are a chunk after others, one query, and a window.
+    `heads` is (Hq, Hkv, D). Tried are a chunk after others, a first chunk, one query, with and without a window, and if
+    need be a soft-cap.
     """
+    rules = [PLAIN, Rule(Visible(_WINDOW)), *([Rule(softcap=_SOFTCAP)] if softcap else [])]
     try:
-        for rows, rule in ((17, PLAIN), (1, PLAIN), (_KEYS, PLAIN), (17, Rule(Visible(_WINDOW)))):
+        for rows, rule in product((17, 1, _KEYS), rules):
             difference = _difference(backend, device, dtype, heads, rows, rule)
             if not difference <= _TOLERANCE[dtype]:  # NaN is not
                 return f"its result is off by {difference:.2g}"

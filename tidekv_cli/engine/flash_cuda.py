@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidekv_cli.engine.attention import PLAIN, PartKernel, Rule, by_parts, in_rows, with_sinks
+from tidekv_cli.engine.kernel_limits import HEAD_DIM_STEP, MOST_HEAD_DIM
 
-_MOST_HEAD_DIM, _HEAD_DIM_STEP = 256, 8
 _LSE_ROWS = 32  # the efficient kernel rounds the rows of its log-sum-exp up to it
 
 
@@ -40,7 +40,7 @@ class Flash:
     ) -> tuple[Tensor, Tensor]:
         """See `Attention.attend`."""
         size, width, window = keys.shape[3], values.shape[3], rule.visible.window
-        unfit = size > _MOST_HEAD_DIM or size % _HEAD_DIM_STEP or width > size
+        unfit = size > MOST_HEAD_DIM or size % HEAD_DIM_STEP or width > size
         if unfit or rule.visible.function is not None or (rule.softcap is not None and not self.caps):
             return in_rows(queries, keys, values, scale, rule)
         if width < size:
@@ -101,7 +101,7 @@ class Efficient:
         """See `Attention.attend`."""
         window = rule.visible.window
         windowed = window is not None and window < keys.shape[2]
-        if windowed or rule.softcap is not None or rule.visible.function is not None or keys.shape[3] % _HEAD_DIM_STEP:
+        if windowed or rule.softcap is not None or rule.visible.function is not None or keys.shape[3] % HEAD_DIM_STEP:
             return in_rows(queries, keys, values, scale, rule)
         out, lse = by_parts(queries, keys, values, scale, self._part, fold_below=keys.shape[2])
         return with_sinks(out, lse, rule.sinks)
@@ -128,8 +128,12 @@ def efficient_kernel(
 def allocating_flash(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Allocates what a `FlashKernel` does and computes nothing."""
-    out = queries.new_empty(*queries.shape[:3], values.shape[3])
+    """Allocates what a `FlashKernel` does, row by row as they do, and computes nothing.
+
+    What a kernel sums up in for few queries over many keys is in the profile's reserve.
+    """
+    batch, heads, rows, _ = queries.shape
+    out = queries.new_empty(batch, rows, heads, values.shape[3]).transpose(1, 2)
     return out, queries.new_empty(queries.shape[:3], dtype=torch.float32)
 
 
@@ -138,5 +142,5 @@ def allocating_efficient(
 ) -> tuple[Tensor, Tensor]:
     """Allocates what `efficient_kernel` does and computes nothing."""
     batch, heads, rows, _ = queries.shape
-    out = queries.new_empty(batch, heads, rows, values.shape[3])
+    out = queries.new_empty(batch, rows, heads, values.shape[3]).transpose(1, 2)
     return out, queries.new_empty(batch, heads, -(-rows // _LSE_ROWS) * _LSE_ROWS, dtype=torch.float32)

@@ -45,11 +45,12 @@ _known: dict[Hashable, Visible] = {}
 def visible(function: MaskFunction) -> Visible:
     """What a mask function comes to. Equal functions are looked at once.
 
-    One that holds tensors is kept as it is: what it says may hang on their values.
+    One that holds tensors is kept as it is: what it says may hang on their values. So is one that holds what cannot be
+    compared.
     """
     try:
         key = _identity(function)
-    except _HoldsTensorError:
+    except _UnknownError:
         return Visible(function=function)
     if key not in _known:
         # Modes like that of fake tensors are a thread's own: in another one the sampled rows are real.
@@ -58,19 +59,21 @@ def visible(function: MaskFunction) -> Visible:
     return _known[key]
 
 
-class _HoldsTensorError(Exception):
+class _UnknownError(Exception):
     pass
 
 
 def _identity(value: Any) -> Hashable:
     """Equal for two functions of the same code over the same values."""
     if isinstance(value, FunctionType):
-        return value.__code__, *(_identity(cell.cell_contents) for cell in value.__closure__ or ())
+        closure = (cell.cell_contents for cell in value.__closure__ or ())
+        defaults = (*(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items()))
+        return value.__code__, *(_identity(held) for held in (*closure, *defaults))
     if isinstance(value, (tuple, list)):
         return tuple(_identity(item) for item in value)
-    if isinstance(value, Tensor):
-        raise _HoldsTensorError
-    return value if isinstance(value, Hashable) else id(value)
+    if isinstance(value, Tensor) or not isinstance(value, Hashable):
+        raise _UnknownError
+    return value
 
 
 def _classified(function: MaskFunction) -> Visible:

@@ -90,7 +90,8 @@ class LayerMajorPrefill:
         size = self._length if self._whole else settings.chunk_size
         self.last_chunks = chunk_borders(self._length, size, self._tail)  # (start, stop) of each, in the last layer
         self.chunks = [(0, self._length)] if self._whole else self.last_chunks  # in every other layer
-        self._active = ActiveKV(settings.attention, self._observer, self._length, reused=not self._whole)
+        longest = self._length + settings.slack
+        self._active = ActiveKV(settings.attention, self._observer, self._length, not self._whole, longest)
         self._bridge = Bridge(self._length)
         self._cache: list[DenseStore] = []
         self._kept: list[Tensor] = []

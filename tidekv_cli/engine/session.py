@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from tidekv_cli.engine import ledger
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.decode import generate_tokens
-from tidekv_cli.engine.memory import restart_device_peaks
+from tidekv_cli.engine.memory import restart_device_peaks, unused_bytes
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings, Progress, Shortage
 from tidekv_cli.engine.sampling import SamplingSettings
@@ -30,6 +30,11 @@ class Session:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.adapter.device
+
+    @property
+    def held_bytes(self) -> int:
+        """What weights take on the device, and what torch holds there without using it."""
+        return sum(weight.nbytes for weight in self._model.parameters()) + unused_bytes(self.device)
 
     def prefill(
         self,
