@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from tests.references import plain_greedy, plain_logits
+from tests.references import plain_greedy, plain_logits, plain_steps_with_kept_rows
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.attention import Eager
 from tidekv_cli.engine.budgets import Uniform
@@ -155,6 +155,30 @@ def test_rotations_that_see_the_whole_prompt(
         assert ((prompt.logits - logits).abs().max() / logits.abs().max()).item() <= 1e-5
         assert list(session.generate(prompt, SamplingSettings(), 20)) == tokens
     assert all("forward" not in vars(module) for module in session.adapter.model.modules())
+
+
+def test_prompts_whose_rotations_moved_apart_go_on_in_turns(tiny_model: Callable[..., Any], ids: list[int]) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    expected = plain_greedy(tiny_model(rope_parameters=dict(rope), max_position_embeddings=64), ids[:70], 6)
+    session = Session(tiny_model(rope_parameters=dict(rope), max_position_embeddings=64), frozenset())
+    first, _ = session.prefill(ids[:70], settings(64))
+    second, _ = session.prefill(ids, settings(64))
+    answers = zip(*(session.generate(prompt, SamplingSettings(), 6) for prompt in (first, second)), strict=True)
+    assert [token for token, _ in answers] == expected
+
+
+def test_a_window_that_hides_nothing_leaves_the_budget_to_count(tiny_model: Callable[..., Any], ids: list[int]) -> None:
+    """As Phi-3.5's, which is longer than its context."""
+    model = tiny_model("mistral", sliding_window=LENGTH + 64)
+    session = Session(model, frozenset())
+    prompt, _ = session.prefill(ids, settings(64, budget=40))
+    assert {store.length for store in prompt.cache} == {40}
+    answer = list(session.generate(prompt, SamplingSettings(), 8))
+    expected = plain_steps_with_kept_rows(model, ids, prompt.kept, answer[:-1])
+    assert [int(logits.argmax()) for logits in expected] == answer[1:]
+    model = tiny_model("mistral", sliding_window=LENGTH + 63)  # the last new token does not see the first one
+    prompt, _ = Session(model, frozenset()).prefill(ids, settings(64, budget=40))
+    assert {store.length for store in prompt.cache} == {LENGTH}
 
 
 def test_a_layer_that_attends_elsewhere_is_refused(tiny_model: Callable[..., Any], ids: list[int]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import tidekv_cli
 from tidekv_cli import open_model
-from tidekv_cli.errors import DoesNotFitError, InputError, ModelError, UsageError, WindowError
+from tidekv_cli.errors import DoesNotFitError, InputError, UsageError, WindowError
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.DOTALL)
@@ -55,8 +55,12 @@ def test_a_run_from_plan_to_report(tiny: Any) -> None:
     assert "".join(pieces) == run.outcome.text == run.report()["result"]["text"]
     assert [kept.shape[1] for kept in run.kept] == [40] * model.files.spec.layers
     assert run.report()["memory"]["live_peak_bytes"] > 0
-    with pytest.raises(ValueError, match="generated from"):
-        list(run.generate())
+    assert run.report()["timing_s"]["total"] > run.report()["timing_s"]["prefill"]
+    before = run.report()
+    for again in (run.generate, run.tokens, run.prefill):
+        with pytest.raises(UsageError, match="already"):
+            again()
+    assert run.report() == before
 
 
 def test_tokens_and_text_agree(tiny: Any) -> None:
@@ -76,6 +80,25 @@ def test_an_answer_that_is_left_is_interrupted(tiny: Any) -> None:
     assert run.outcome.finish_reason == "interrupted" and run.outcome.text.startswith(first)
 
 
+def test_one_token_is_an_answer_too(tiny: Any) -> None:
+    run = tiny(budget=40, max_new_tokens=1, parameters={"window": 8}).plan(TEXT)
+    assert len(list(run.tokens())) <= 1
+    with pytest.raises(UsageError, match="already"):
+        run.generate()
+
+
+def test_runs_of_one_model_go_on_in_turns(tiny: Any) -> None:
+    model = tiny(budget=40, chunk_size=32, max_new_tokens=6, parameters={"window": 8})
+    texts = TEXT, TEXT[40:]
+    alone = [list(model.plan(text).tokens()) for text in texts]
+    runs = [model.plan(text) for text in texts]
+    for run in runs:
+        run.prefill()
+    turns = [run.tokens() for run in runs]
+    mixed = [[next(tokens, None) for tokens in turns] for _ in range(6)]
+    assert [[pair[n] for pair in mixed if pair[n] is not None] for n in (0, 1)] == alone
+
+
 def test_sampling_is_repeatable(tiny: Any) -> None:
     model = tiny(budget=40, max_new_tokens=12)
     texts = ["".join(model.plan(TEXT).generate(temperature=1.5, seed=seed)) for seed in (1, 1, 2)]
@@ -93,8 +116,12 @@ def test_what_cannot_be(tiny: Any) -> None:
     model = tiny(max_new_tokens=4)
     with pytest.raises(InputError, match="not one token"):
         model.plan_tokens([])
-    with pytest.raises(ModelError, match="gives token 99999"):
-        model.plan_tokens([99999])
+    for wrong in (99999, -1):
+        with pytest.raises(UsageError, match=f"token {wrong} is not known"):
+            model.plan_tokens([1, wrong])
+    for document in (b"bytes", Path("file")):
+        with pytest.raises(UsageError, match="a document is text"):
+            model.plan([document])
     with pytest.raises(UsageError, match="truncate ends"):
         model.plan(TEXT, truncate="ends")
     with pytest.raises(WindowError):

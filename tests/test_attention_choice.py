@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.planning import llama_8b
 from tidekv_cli.attention_choice import choose_attention, wished_attention
 from tidekv_cli.errors import DeviceError, UsageError
-from tidekv_cli.model_spec import spec_from_config
+from tidekv_cli.model_spec import Traits, spec_from_config
 from tidekv_cli.profile import load_profile
 
 PROFILES = Path(__file__).parent.parent / "profiles"
@@ -76,6 +77,20 @@ def test_dtypes_and_head_sizes_that_a_kernel_refuses_fall_through() -> None:
     assert chosen("auto", {}, head_dim=512)[0] == "efficient"
     name, warnings = chosen("auto", {}, head_dim=84)
     assert name == "math" and all("84" in warning for warning in warnings)
+
+
+def test_layers_that_the_kernel_does_not_do_are_told_of() -> None:
+    wished = wished_attention("sdpa", CARD, "cuda")
+
+    def warnings(**traits: Any) -> tuple[str, ...]:
+        spec = replace(SPEC, traits=Traits(**traits))
+        return choose_attention(wished, "sdpa", "cuda", "bfloat16", spec, lambda name: None).warnings
+
+    assert "soft-cap" in warnings(softcap=True)[0] and "256" in warnings(widest_head=512)[0]
+    assert warnings(widest_head=256) == ()
+    spec = replace(SPEC, traits=Traits(softcap=True))
+    assert choose_attention(("flash-attn",), "auto", "cuda", "bfloat16", spec, lambda name: None).warnings == ()
+    assert choose_attention(("sdpa",), "auto", "cpu", "float32", spec, lambda name: None).warnings == ()
 
 
 def test_nothing_works() -> None:

@@ -107,6 +107,12 @@ def test_a_trial_finds_what_is_wrong() -> None:
     for wrong in (upper_left, base_two, windowless, nothing):
         assert "is off by" in str(failure(Flash("x", wrong, True), CPU, torch.float32, heads)), wrong.__name__
 
+    def capless(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return flash(*arguments[:5], None)
+
+    assert failure(Flash("x", capless, True), CPU, torch.float32, heads) is None
+    assert "is off by" in str(failure(Flash("x", capless, True), CPU, torch.float32, heads, softcap=True))
+
     def refusing(*_: Any) -> tuple[Tensor, Tensor]:
         raise RuntimeError("no kernel image is available\nand more")
 

@@ -35,6 +35,23 @@ def test_causal_and_windows() -> None:
     assert visible(and_masks(sliding_window_causal_mask_function(5), causal_mask_function)) == Visible(5)
 
 
+def test_functions_that_differ_in_their_defaults_only() -> None:
+    def of(window: int) -> Any:
+        def seen(batch: Any, head: Any, query: Any, key: Any, window: int = window, *, least: int = 0) -> Any:
+            return (key <= query) & (key > query - window)
+
+        return seen
+
+    assert [visible(of(window)) for window in (5, 9)] == [Visible(5), Visible(9)]
+
+
+def test_what_cannot_be_compared_is_not_taken_for_another() -> None:
+    def of(window: dict[str, int]) -> Any:
+        return lambda batch, head, query, key: (key <= query) & (key > query - window["size"])
+
+    assert all(visible(of({"size": window})).function is not None for window in (5, 9))
+
+
 ASKED: list[int] = []
 
 

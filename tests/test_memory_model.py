@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.architectures import tiny_config
 from tests.planning import llama_8b, method, plan_settings
 from tidekv_cli.memory_model import MemoryModel
 from tidekv_cli.plan_settings import PlanSettings
@@ -128,7 +129,8 @@ def test_figures_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pyte
     settings = plan_settings(llama_8b())
     first = MemoryModel(settings, tmp_path).peak(50_000)
     (file,) = tmp_path.iterdir()
-    assert len(json.loads(file.read_text(encoding="utf-8"))) == 2
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    assert len(kept["samples"]) == 2 and kept["windows"] == [] and kept["bends"] is False
 
     def never(*_: Any) -> Any:
         raise AssertionError("simulated again")
@@ -141,6 +143,10 @@ def test_figures_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pyte
         MemoryModel(plan_settings(llama_8b(), max_new_tokens=2), tmp_path).peak(50_000)
 
 
+KEPT, START = '{"windows": [], "bends": false, "samples": ', '"START"'
+REST = '"weights": 0, "cache": 0, "active_kv": 0, "scoring": 0, "bridge": 9'
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -149,13 +155,16 @@ def test_figures_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pyte
         "[]",
         '{"x": []}',
         "\x00",
-        '{"START": 3}',
-        '{"START": [3]}',
-        '{"START": [{"cache": "a"}]}',
-        '{"START": []}',
+        f"{KEPT}{{{START}: 3}}}}",
+        f"{KEPT}{{{START}: [3]}}}}",
+        f'{KEPT}{{{START}: [{{"cache": "a"}}]}}}}',
+        f"{KEPT}{{{START}: []}}}}",
         "[" * 200_000,
-        '{"START": [{"workspace": -1, "weights": 0, "cache": 0, "active_kv": 0, "scoring": 0, "bridge": 9}]}',
-        '{"5": [], "START": [{"workspace": 1, "weights": 0, "cache": 0, "active_kv": 0, "scoring": 0, "bridge": 9}]}',
+        f'{KEPT}{{{START}: [{{"workspace": -1, {REST}}}]}}}}',
+        f'{KEPT}{{"5": [], {START}: [{{"workspace": 1, {REST}}}]}}}}',
+        '{"windows": 3, "bends": false, "samples": {}}',
+        '{"windows": ["a"], "bends": false, "samples": {"START": []}}',
+        '{"windows": [], "bends": 0, "samples": {"START": []}}',
     ],
 )
 def test_a_damaged_file_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
@@ -204,3 +213,43 @@ def test_a_search_asks_for_a_little_more() -> None:
     assert len({length for length in near if length <= start}) < 1200 and near[start:] == list(
         range(start + 1, start + 100)
     )
+
+
+@pytest.mark.parametrize("schedule", ["tide", "oneshot"])
+@pytest.mark.parametrize("windows", [(3000,), (700, 3000), (200_000,)])
+def test_lines_end_where_a_window_begins_to_hide_something(windows: tuple[int, ...], schedule: str) -> None:
+    """Before that a sliding layer's rows are a selector's business, after it they do not grow any more."""
+    layers = ["sliding_attention", "full_attention"] * len(windows)
+    config = {
+        **tiny_config("gemma3_text", num_hidden_layers=2 * len(windows), layer_types=layers).to_dict(),
+        "architectures": ["Gemma3ForCausalLM"],
+        "max_position_embeddings": 131072,
+        "sliding_window": windows[-1],
+        "other_window": windows[0],
+    }
+    sizes = {"chunk_size": 256, "score_block": 256, "budget_tokens": 64, "max_new_tokens": 5}
+    case = plan_settings(config, method=method(schedule), **sizes)
+    model = MemoryModel(case, None)
+    begin = model.lines[0]
+    lengths = {
+        begin + 100,
+        *(window + shift for window in windows for shift in (-5, -4, 1, begin, begin + 900)),
+        40_000,
+    }
+    for length in sorted(lengths):
+        predicted, simulated = (sum(items.values()) for items in (model.peak(length), model.simulated(length)))
+        assert 0 <= predicted - simulated <= 0.01 * simulated, length
+
+
+def test_what_is_left_to_the_types_defaults_counts() -> None:
+    """A config that does not state its window has one."""
+    config = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+    model = MemoryModel(plan_settings({**config, "vocab_size": 128}), None)
+    assert model.regimes.windows == (4096,) and model.bends
+
+
+def test_wide_heads_bend_where_a_kernel_does_not_take_them() -> None:
+    config = {**tiny_config("gemma4_text", global_head_dim=512).to_dict(), "architectures": ["Gemma4ForCausalLM"]}
+    assert MemoryModel(plan_settings(config), None).bends
+    assert not MemoryModel(plan_settings(config, device_kind="cpu"), None).bends

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tests.builders import llama_metadata, llama_tensors, tiny_causal_model, write_gguf, write_llama_gguf
 from tidekv_cli.errors import ModelError
-from tidekv_cli.model_spec import ModelSpec, inspect_model, spec_from_config
+from tidekv_cli.model_spec import ModelSpec, Traits, inspect_model, spec_from_config
 
 
 def config_of(model: PreTrainedModel, **changes: Any) -> dict[str, Any]:
@@ -52,6 +52,7 @@ def test_the_same_shapes_from_config_and_from_gguf(tmp_path: Path, llama: PreTra
         vocab_size=96,
         context_window=512,
         tied_embeddings=False,
+        traits=Traits(widest_head=16),
     )
     llama.save_pretrained(tmp_path / "directory")
     assert inspect_model(tmp_path / "directory").spec == expected

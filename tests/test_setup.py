@@ -12,8 +12,8 @@ import torch
 
 from tests.machines import UUIDS, FakeCard, FakeNvml, agx_orin_64, card, machine, orin, with_cards
 from tests.planning import llama_8b
-from tidekv_cli.errors import DeviceError, UsageError
-from tidekv_cli.machine import set_torch_allocator, torch_fault
+from tidekv_cli.errors import DeviceError, MemoryExhaustedError, UsageError
+from tidekv_cli.machine import set_torch_allocator, torch_attention_fault, torch_fault
 from tidekv_cli.model_spec import spec_from_config
 from tidekv_cli.request import RunRequest
 from tidekv_cli.setup import Setup, set_up
@@ -60,6 +60,33 @@ def test_a_card_that_does_not_work(on_a_card: SetUp) -> None:
             on_a_card(cuda_fault=fault, device=wanted)
     assert on_a_card(cuda_fault=fault, device="cpu").warnings == ()
     assert on_a_card(compute=False, cuda_fault=fault).device.kind == "cuda", "figures only"
+
+
+def test_figures_of_a_card_that_does_not_work(on_a_card: SetUp) -> None:
+    def never(*_: Any) -> str:
+        raise AssertionError
+
+    setup = on_a_card(compute=False, cuda_fault=lambda index: "no kernel image", attention_fault=never)
+    assert setup.attention(SPEC).name == "flash-attn"
+
+
+def test_a_full_card_is_no_broken_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+
+    monkeypatch.setattr("torch.arange", full)
+    with pytest.raises(MemoryExhaustedError, match="no memory left"):
+        torch_fault(0)
+    monkeypatch.setattr("tidekv_cli.engine.backends.failure", full)
+    with pytest.raises(MemoryExhaustedError, match="no memory left"):
+        torch_attention_fault("sdpa", 0, "bfloat16", (4, 2, 64), False)
+
+
+def test_memory_is_read_again(on_a_card: SetUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = on_a_card()
+    before = setup.free_bytes
+    assert before is not None and setup.at_present(1 << 30).free_bytes == before + (1 << 30)
+    assert on_a_card(memory_limit="4GiB").at_present(1 << 30).free_bytes == 4 << 30
 
 
 def test_the_allocator_is_set_for_cards_that_compute(on_a_card: SetUp) -> None:
