@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.builders import byte_level_tokenizer, tiny_causal_model
+from tests.builders import byte_level_tokenizer, tiny_causal_model, write_hugging_face
+from tests.hub_server import HUB_ID, Repository, Serve, StandInHub, serving
 from tidekv_cli.loading import LoadedModel, load_model, load_tokenizer
 from tidekv_cli.model_spec import inspect_model
 from tidekv_cli.sources import resolve_model
@@ -77,3 +79,35 @@ def tiny_directory(tiny_model: Callable[..., Any], tmp_path: Path) -> str:
     model.save_pretrained(tmp_path / "model")
     byte_level_tokenizer().save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
+
+
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that the hub's library would have waited between tries, longer and longer; none are waited."""
+    seconds: list[float] = []
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", seconds.append)
+    return seconds
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path) -> Path:
+    """Where the hub's library keeps files."""
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch, hub_cache: Path, waited: list[float]) -> Iterator[Serve]:
+    """Puts a repository on a hub of the test's own."""
+    with ExitStack() as hubs:
+
+        def start(repository: Repository) -> StandInHub:
+            return hubs.enter_context(serving(monkeypatch, hub_cache, {HUB_ID: repository}))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def sharded_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in shards, as a directory that nobody changes."""
+    path = tmp_path_factory.mktemp("sharded") / "model"
+    return write_hugging_face(path, tiny_causal_model(vocab_size=512), "100KB")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
+HUB_ID = "some-org/some-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -34,11 +35,15 @@ def repository_of(directory: Path, **more: bytes) -> Repository:
 
 
 class StandInHub:
-    """Serves `repositories` by their id; `asked` lists the requested paths in order, without the server."""
+    """Serves `repositories` by their id; `asked` lists the requested paths in order, without the server.
+
+    `unsent` are files, with their sizes, that its lists name and that it then does not give.
+    """
 
     def __init__(self, repositories: Mapping[str, Repository]) -> None:
         self.repositories = repositories
         self.asked: list[str] = []
+        self.unsent: Mapping[str, int] = {}
 
     @property
     def fetched(self) -> list[str]:
@@ -64,11 +69,15 @@ class StandInHub:
                 {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
                 for name, content in repository.files.items()
             ]
+            entries += [{"type": "file", "path": name, "size": n, "oid": ""} for name, n in self.unsent.items()]
             return 200, {"Content-Type": "application/json"}, json.dumps(entries).encode()
         content = repository.files.get(rest.removeprefix(f"{revision}/"))
         if content is None:
             return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, b""
         return 200, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}, content
+
+
+Serve = Callable[[Repository], StandInHub]
 
 
 @contextmanager
@@ -106,7 +115,9 @@ def serving(
 
 
 def point_at(monkeypatch: pytest.MonkeyPatch, cache: Path, address: str) -> None:
-    """Let `huggingface_hub` ask `address`, without a token, and keep files in `cache`."""
+    """Let `huggingface_hub` ask `address`, without a token, and keep files in `cache`; lists of them stay beside it."""
+    monkeypatch.setenv("HOME", str(cache.parent / "home"))
+    monkeypatch.setenv("TIDEKV_CACHE_DIR", str(cache.parent / "home" / ".cache" / "tidekv"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))

@@ -26,20 +26,31 @@ def write_checkpoint(path: Path, model: PreTrainedModel, tensors: dict[str, Tens
     return path
 
 
-def write_fp8(path: Path, model: PreTrainedModel, block: int = 32) -> dict[str, Tensor]:
-    """Every matrix of a layer but routers as float8 with a scale for each square block, experts one by one.
+def write_fp8(
+    path: Path,
+    model: PreTrainedModel,
+    block: tuple[int, int] | None = (32, 32),
+    scale_shape: tuple[int, ...] | None = None,
+    static: bool = False,
+) -> dict[str, Tensor]:
+    """Every matrix of a layer but routers as float8 with a scale for each block, experts one by one.
 
-    Returns the weights that it stands for.
+    A `block` is rows and columns; None is the whole matrix, whose one scale has `scale_shape`. `static` adds a scale
+    for each matrix's inputs. Returns the weights that it stands for.
     """
     stored: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
 
     def pack(name: str, weight: Tensor) -> Tensor:
         rows, columns = weight.shape
-        tiles = weight.reshape(rows // block, block, columns // block, block)
+        high, wide = block or (rows, columns)
+        tiles = weight.reshape(rows // high, high, columns // wide, wide)
         scales = tiles.abs().amax((1, 3)) / 448
         packed = (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn)
-        stored[name], stored[f"{name}_scale_inv"] = packed.reshape(rows, columns), scales
+        stored[name] = packed.reshape(rows, columns)
+        stored[f"{name}_scale_inv"] = scales if scale_shape is None else scales.reshape(scale_shape)
+        if static:
+            stored[f"{name.removesuffix('.weight')}.activation_scale"] = torch.tensor(0.5)
         return (packed.float() * scales[:, None, :, None]).reshape(rows, columns)
 
     for name, weight in model.named_parameters():
@@ -60,7 +71,8 @@ def write_fp8(path: Path, model: PreTrainedModel, block: int = 32) -> dict[str, 
             meant[name] = pack(name, weight.detach())
         else:
             stored[name] = meant[name] = weight.detach().bfloat16()
-    method = {"quant_method": "fp8", "weight_block_size": [block, block], "activation_scheme": "dynamic"}
+    scheme = "static" if static else "dynamic"
+    method = {"quant_method": "fp8", "weight_block_size": block and list(block), "activation_scheme": scheme}
     write_checkpoint(path, model, stored, {**method, "fmt": "e4m3", "modules_to_not_convert": ["lm_head"]})
     return meant
 

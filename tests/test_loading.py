@@ -26,6 +26,7 @@ from tests.builders import (
     write_hugging_face,
     write_llama_gguf,
 )
+from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.errors import ModelError
 from tidekv_cli.loading import LoadedModel, end_tokens, load_model, load_tokenizer
 from tidekv_cli.model_spec import inspect_model
@@ -273,6 +274,31 @@ def test_unpacking_in_pieces(tmp_path: Path, llama: PreTrainedModel, monkeypatch
     whole = {name: weight.clone() for name, weight in load(path).model.named_parameters()}
     monkeypatch.setattr("tidekv_cli.gguf_weights._VALUES_AT_A_TIME", 7 * 32)
     assert_same_weights(load(path).model, whole, torch.float32)
+
+
+class LiveOnTheCpu(LiveMeter):
+    """Counts no storage of another device."""
+
+    def _follow(self, tensor: Tensor, item: str) -> None:
+        if tensor.device.type == "cpu":
+            super()._follow(tensor, item)
+
+
+@pytest.mark.parametrize("kind", [KIND.F32, KIND.Q4_1])
+@pytest.mark.parametrize("tied", [False, True])
+def test_gguf_for_another_device_is_made_there(tmp_path: Path, kind: GGMLQuantizationType, tied: bool) -> None:
+    path = write_llama_gguf(tmp_path / "model.gguf", tiny_causal_model(tie_word_embeddings=tied), kind)
+    files, peak = inspect_model(path), {}
+    for device in ("cpu", "meta"):
+        with LiveOnTheCpu() as meter:
+            model = load_model(files, torch.float32, torch.device(device)).model
+        tensors = [*model.parameters(), *model.buffers()]
+        assert {tensor.device.type for tensor in tensors} == {device}
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        peak[device] = meter.peak_bytes
+    assert peak["cpu"] >= sum(weight.nbytes for weight in model.parameters())
+    largest = max(weight.nbytes for weight in model.parameters())
+    assert peak["meta"] <= largest + 1024  # one at a time while the model is laid out, and frequencies
 
 
 def llama3_factors(model: PreTrainedModel, rope: Mapping[str, float]) -> np.ndarray:

@@ -6,7 +6,6 @@ import errno
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +13,12 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from tests.builders import tiny_causal_model, write_hugging_face
 from tests.cli_runner import run_cli
-from tests.hub_server import COMMIT, Repository, StandInHub, point_at, repository_of, serving
+from tests.hub_server import COMMIT, Repository, Serve, point_at, repository_of
+from tests.hub_server import HUB_ID as ID
 from tidekv_cli.errors import ModelError
 from tidekv_cli.hub import HubId, parse_hub_id
 from tidekv_cli.sources import resolve_model
-
-ID = "some-org/some-model"
-Serve = Callable[[Repository], StandInHub]
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library waits longer and longer between tries."""
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    """Where the hub keeps files."""
-    return tmp_path / "hub"
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Serve]:
-    """Puts a repository on a hub of the test's own."""
-    open_hubs = []
-
-    def start(repository: Repository) -> StandInHub:
-        context = serving(monkeypatch, cache, {ID: repository})
-        open_hubs.append(context)
-        return context.__enter__()
-
-    yield start
-    for context in open_hubs:
-        context.__exit__(None, None, None)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model in shards, as a directory."""
-    path = tmp_path_factory.mktemp("model") / "model"
-    return write_hugging_face(path, tiny_causal_model(vocab_size=512), "100KB")
 
 
 @pytest.fixture
@@ -96,26 +58,26 @@ def test_hub_ids(text: str, expected: HubId | None) -> None:
 # What is fetched, and when
 
 
-def test_each_step_fetches_its_own(serve: Serve, model: Path, cache: Path) -> None:
-    hub = serve(repository_of(model, consolidated__safetensors=b"twice", pytorch_model__bin=b"pickle"))
-    shards = sorted(path.name for path in model.glob("*.safetensors"))
+def test_each_step_fetches_its_own(serve: Serve, sharded_model: Path, hub_cache: Path) -> None:
+    hub = serve(repository_of(sharded_model, consolidated__safetensors=b"twice", pytorch_model__bin=b"pickle"))
+    shards = sorted(path.name for path in sharded_model.glob("*.safetensors"))
     assert len(shards) > 2
     notes: list[str] = []
     source = resolve_model(ID, {}, False, notes.append)
-    assert hub.fetched == ["config.json"] and source.path.parent.parent.parent == cache
+    assert hub.fetched == ["config.json"] and source.path.parent.parent.parent == hub_cache
     hub.asked.clear()
     source.fetch_tokenizer()
-    small = {path.name for path in model.glob("*.json")} - {"config.json"}
-    assert set(hub.fetched) == small and hub.fetched[-1] == "tokenizer.json"
+    small = {path.name for path in sharded_model.glob("*.json")} - {"config.json"}
+    assert sorted(hub.fetched) == sorted(small)
     hub.asked.clear()
     source.fetch_weights()
     assert hub.fetched == shards
     assert len(notes) == 3 and all(ID in note for note in notes) and "0.5 MiB" in notes[2]
-    assert all((source.path / path.name).read_bytes() == path.read_bytes() for path in model.iterdir())
+    assert all((source.path / path.name).read_bytes() == path.read_bytes() for path in sharded_model.iterdir())
 
 
-def test_what_is_there_is_not_asked_for_again(serve: Serve, model: Path) -> None:
-    hub = serve(repository_of(model))
+def test_what_is_there_is_not_asked_for_again(serve: Serve, sharded_model: Path) -> None:
+    hub = serve(repository_of(sharded_model))
     source = resolve_model(ID, {}, False)
     source.fetch_tokenizer()
     source.fetch_weights()
@@ -130,9 +92,9 @@ def test_what_is_there_is_not_asked_for_again(serve: Serve, model: Path) -> None
 
 
 @pytest.mark.parametrize("lost", ["tokenizer.json", "model-2", "index"])
-def test_what_was_interrupted_is_completed(serve: Serve, model: Path, lost: str) -> None:
-    hub = serve(repository_of(model))
-    shards = sorted(path.name for path in model.glob("*.safetensors"))
+def test_what_was_interrupted_is_completed(serve: Serve, sharded_model: Path, lost: str) -> None:
+    hub = serve(repository_of(sharded_model))
+    shards = sorted(path.name for path in sharded_model.glob("*.safetensors"))
     name = {"model-2": shards[1], "index": "model.safetensors.index.json"}.get(lost, lost)
     source = resolve_model(ID, {}, False)
     source.fetch_tokenizer()
@@ -147,12 +109,23 @@ def test_what_was_interrupted_is_completed(serve: Serve, model: Path, lost: str)
     again = resolve_model(ID, {}, False)
     again.fetch_tokenizer()
     again.fetch_weights()
-    assert (source.path / name).read_bytes() == (model / name).read_bytes()
+    assert (source.path / name).read_bytes() == (sharded_model / name).read_bytes()
     assert not set(shards) - {name} & set(hub.fetched)
 
 
-def test_the_command_runs_it(serve: Serve, model: Path, document: str) -> None:
-    hub = serve(repository_of(model))
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_shard_that_the_hub_lacks(serve: Serve, sharded_model: Path, number: int) -> None:
+    shard = sorted(path.name for path in sharded_model.glob("*.safetensors"))[number]
+    serve(Repository({name: content for name, content in repository_of(sharded_model).files.items() if name != shard}))
+    source = resolve_model(ID, {}, False)
+    source.fetch_tokenizer()
+    with pytest.raises(ModelError, match=f"{ID} has no {shard} on the hub") as caught:
+        source.fetch_weights()
+    assert "config.json" not in str(caught.value) and "not complete" in caught.value.hint
+
+
+def test_the_command_runs_it(serve: Serve, sharded_model: Path, document: str) -> None:
+    hub = serve(repository_of(sharded_model))
     flags = ("-m", ID, "-n", "4", "--budget", "40", "--json")
     planned = run_cli("run", document, *flags, "--dry-run")
     assert planned.code == 0 and not any(name.endswith(".safetensors") for name in hub.fetched), planned.err
@@ -162,8 +135,8 @@ def test_the_command_runs_it(serve: Serve, model: Path, document: str) -> None:
     assert run_cli("run", document, *flags, "--offline").code == 0 and hub.asked == []
 
 
-def test_what_does_not_fit_costs_no_weights(serve: Serve, model: Path, document: str) -> None:
-    hub = serve(repository_of(model))
+def test_what_does_not_fit_costs_no_weights(serve: Serve, sharded_model: Path, document: str) -> None:
+    hub = serve(repository_of(sharded_model))
     run_cli("run", document, "-m", ID, "--memory-limit", "1MiB").assert_error(4)
     assert "tokenizer.json" in hub.fetched and not any(name.endswith(".safetensors") for name in hub.fetched)
 
@@ -178,10 +151,10 @@ def test_what_does_not_fit_costs_no_weights(serve: Serve, model: Path, document:
     ],
 )
 def test_what_is_refused_costs_its_config(
-    serve: Serve, model: Path, document: str, command: str, changes: dict[str, Any], words: str
+    serve: Serve, sharded_model: Path, document: str, command: str, changes: dict[str, Any], words: str
 ) -> None:
-    config = {**json.loads((model / "config.json").read_text(encoding="utf-8")), **changes}
-    hub = serve(repository_of(model, config__json=json.dumps(config).encode()))
+    config = {**json.loads((sharded_model / "config.json").read_text(encoding="utf-8")), **changes}
+    hub = serve(repository_of(sharded_model, config__json=json.dumps(config).encode()))
     began = time.perf_counter()
     arguments = (document,) if command == "run" else ()
     run_cli(command, *arguments, "-m", ID).assert_error(3, ID, words)
@@ -199,9 +172,9 @@ def test_what_is_refused_costs_its_config(
     ],
 )
 def test_other_weights_are_refused_before_they_are_fetched(
-    serve: Serve, model: Path, document: str, name: str, words: str
+    serve: Serve, sharded_model: Path, document: str, name: str, words: str
 ) -> None:
-    files = {path.name: path.read_bytes() for path in model.glob("*.json") if "index" not in path.name}
+    files = {path.name: path.read_bytes() for path in sharded_model.glob("*.json") if "index" not in path.name}
     hub = serve(Repository({**files, name: b"large"}))
     run_cli("run", document, "-m", ID).assert_error(3, ID, words)
     assert hub.fetched == ["config.json"]
@@ -210,8 +183,8 @@ def test_other_weights_are_refused_before_they_are_fetched(
 # Revisions
 
 
-def test_a_revision_is_the_one_that_is_asked(serve: Serve, model: Path) -> None:
-    hub = serve(Repository(repository_of(model).files, revisions=("refs/pr/7", COMMIT)))
+def test_a_revision_is_the_one_that_is_asked(serve: Serve, sharded_model: Path) -> None:
+    hub = serve(Repository(repository_of(sharded_model).files, revisions=("refs/pr/7", COMMIT)))
     source = resolve_model(f"{ID}@refs/pr/7", {}, False)
     source.fetch_weights()
     assert source.path.name == COMMIT and any("refs%2Fpr%2F7" in path for path in hub.asked)
@@ -251,8 +224,8 @@ def test_what_the_hub_says(serve: Serve, case: str) -> None:
     assert not any(said in caught.value.message for said in others)
 
 
-def test_access_that_is_lost_before_the_weights(serve: Serve, model: Path) -> None:
-    hub = serve(repository_of(model))
+def test_access_that_is_lost_before_the_weights(serve: Serve, sharded_model: Path) -> None:
+    hub = serve(repository_of(sharded_model))
     source = resolve_model(ID, {}, False)
     hub.repositories = {ID: Repository(answer=(403, {"X-Error-Code": "GatedRepo"}))}
     for fetch in (source.fetch_tokenizer, source.fetch_weights):
@@ -261,20 +234,42 @@ def test_access_that_is_lost_before_the_weights(serve: Serve, model: Path) -> No
 
 
 def test_an_unreachable_hub(
-    monkeypatch: pytest.MonkeyPatch, cache: Path, document: str, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    hub_cache: Path,
+    document: str,
+    capfd: pytest.CaptureFixture[str],
+    waited: list[float],
 ) -> None:
     with socket.socket() as taken:  # bound, but nobody listens
         taken.bind(("127.0.0.1", 0))
-        point_at(monkeypatch, cache, f"http://127.0.0.1:{taken.getsockname()[1]}")
+        point_at(monkeypatch, hub_cache, f"http://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(ModelError, match=r"the hub cannot be reached: .*refused") as caught:
             resolve_model(ID, {}, False)
         run_cli("run", document, "-m", ID).assert_error(3, "the hub cannot be reached")
-    assert ID in caught.value.message and "network" in caught.value.hint
+    assert ID in caught.value.message and "network" in caught.value.hint and waited == []
     assert capfd.readouterr() == ("", "")  # nothing but what the command wrote to its own streams
 
 
-def test_an_absent_model_offline(monkeypatch: pytest.MonkeyPatch, serve: Serve, model: Path) -> None:
-    hub = serve(repository_of(model))
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, hub_cache: Path, chosen: bool) -> None:
+    if chosen:
+        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.2")
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
+    else:
+        monkeypatch.delenv("HF_HUB_ETAG_TIMEOUT", raising=False)
+        monkeypatch.setattr("tidekv_cli.hub._ANSWER_S", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        point_at(monkeypatch, hub_cache, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        began = time.perf_counter()
+        with pytest.raises(ModelError, match=r"the hub cannot be reached: .*timed out"):
+            resolve_model(ID, {}, False)
+    assert time.perf_counter() - began < 5
+
+
+def test_an_absent_model_offline(monkeypatch: pytest.MonkeyPatch, serve: Serve, sharded_model: Path) -> None:
+    hub = serve(repository_of(sharded_model))
     with pytest.raises(ModelError, match=f"{ID}@v1 is not on disk and --offline"):
         resolve_model(f"{ID}@v1", {}, True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

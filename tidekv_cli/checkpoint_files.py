@@ -8,9 +8,7 @@ from pathlib import Path
 
 from tidekv_cli.errors import ModelError
 
-# One of them is there in every directory with a tokenizer; in the order in which they are fetched, so that with the
-# last of them all is there.
-TOKENIZER_FILES = ("vocab.json", "tokenizer.model", "tokenizer.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -18,8 +16,8 @@ _ONLY = "only safetensors and .gguf files are loaded; "
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether there is a tokenizer."""
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+    """Whether there is a tokenizer, or a part of one."""
+    return any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def weight_files(directory: Path) -> list[str]:

@@ -34,15 +34,18 @@ _PLAIN = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.flo
 _VALUES_AT_A_TIME = 1 << 20
 
 
-def model_from_gguf(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in `dtype` on the CPU. Raises `ModelError` where a tensor is missing, unknown or of another shape."""
+def model_from_gguf(file: GgufFile, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model in `dtype`, its weights made on `device` and filled there piece by piece.
+
+    Raises `ModelError` where a tensor is missing, unknown or of another shape.
+    """
     values = config_from_gguf(file)
     config = AutoConfig.for_model(**{"attn_implementation": "eager", **values})
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     entries = {name: entry for entry in file.tensors.values() if (name := _hugging_face_name(entry.name)) is not None}
     # All at first: between what is unpacked and given back, they would leave gaps in the heap.
-    state = {name: torch.empty(entry.shape, dtype=dtype) for name, entry in entries.items()}
+    state = {name: torch.empty(entry.shape, dtype=dtype, device=device) for name, entry in entries.items()}
     with file.path.open("rb") as stream:
         for name, entry in entries.items():
             _unpack(stream, entry, state[name])
@@ -58,7 +61,7 @@ def model_from_gguf(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
             f"{file.path} does not hold the tensors of a Llama model: {(missing + unexpected)[0]} does not match",
             "use a complete GGUF file of a supported model",
         )
-    return model
+    return model.to(device)  # its buffers; the weights are there
 
 
 def _assign(model: PreTrainedModel, state: dict[str, torch.Tensor], path: Path) -> tuple[list[str], list[str]]:
@@ -67,7 +70,7 @@ def _assign(model: PreTrainedModel, state: dict[str, torch.Tensor], path: Path) 
     except RuntimeError as error:
         raise ModelError(f"a tensor in {path} has the wrong shape: {error}", "use a complete GGUF file") from error
     model.tie_weights()
-    missing = [name for name, weight in model.named_parameters() if weight.is_meta]
+    missing = [name for name, _ in model.named_parameters() if name not in state]
     return missing, list(result.unexpected_keys)
 
 

@@ -9,20 +9,25 @@ from tidekv_cli.errors import ModelError
 _LOG_IN = "run `hf auth login`, or set HF_TOKEN"
 
 
-def named_failure(repository: str, revision: str | None, error: BaseException, offline: bool) -> ModelError:
-    """The `ModelError` for what `huggingface_hub` raised about a model."""
+def named_failure(
+    repository: str, revision: str | None, file: str | None, error: BaseException, offline: bool
+) -> ModelError:
+    """The `ModelError` for what `huggingface_hub` raised about a model, while `file` was fetched (None: its list)."""
     from huggingface_hub.errors import HfHubHTTPError
 
     # What the library says at last is often only that a file is not on disk; why is among the causes.
     causes = list(_causes(error))
-    name = repository if revision is None else f"{repository}@{revision}"
     for cause in causes:
         if isinstance(cause, HfHubHTTPError):
-            message, hint = _refused(repository, revision, name, cause, cause.response.status_code)
+            message, hint = _refused(repository, revision, file, cause, cause.response.status_code)
             break
     else:
-        message, hint = _unanswered(name, causes, offline)
+        message, hint = _unanswered(_name(repository, revision), causes, offline)
     return ModelError(message, hint)
+
+
+def _name(repository: str, revision: str | None) -> str:
+    return repository if revision is None else f"{repository}@{revision}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -31,7 +36,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _refused(repository: str, revision: str | None, name: str, error: Exception, status: int) -> tuple[str, str]:
+def _refused(repository: str, revision: str | None, file: str | None, error: Exception, status: int) -> tuple[str, str]:
     """Message and hint where the hub answered."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -42,7 +47,7 @@ def _refused(repository: str, revision: str | None, name: str, error: Exception,
         RevisionNotFoundError,
     )
 
-    page = f"{constants.ENDPOINT}/{repository}"
+    name, page = _name(repository, revision), f"{constants.ENDPOINT}/{repository}"
     if isinstance(error, GatedRepoError):  # which is a RepositoryNotFoundError too
         if status == 401:
             return f"{name} is gated, and you are not logged in", f"accept its licence at {page}, then {_LOG_IN}"
@@ -62,10 +67,11 @@ def _refused(repository: str, revision: str | None, name: str, error: Exception,
     if isinstance(error, DisabledRepoError):
         return f"{name} is disabled on the hub", f"{page} may say why; give another model"
     if isinstance(error, EntryNotFoundError):
-        return (
-            f"{name} has no config.json on the hub",
-            "give a model in the transformers format, or download a .gguf file and give its path",
-        )
+        if file == "config.json":
+            hint = "give a model in the transformers format, or download a .gguf file and give its path"
+        else:
+            hint = f"the repository is not complete; {page}/tree/main lists it, org/name@revision names another commit"
+        return f"{name} has no {file or 'list of files'} on the hub", hint
     if status == 401:
         return f"the hub wants a valid login before it gives {name}", _LOG_IN
     if status == 403:
@@ -85,7 +91,9 @@ def _unanswered(name: str, causes: list[BaseException], offline: bool) -> tuple[
         )
     if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
         return f"{name} is not on disk and HF_HUB_OFFLINE forbids fetching it", "unset HF_HUB_OFFLINE"
-    if isinstance(error, LocalEntryNotFoundError):
+    # What the HTTP library raises, of a kind that depends on its version, comes from the system's error.
+    unreached = isinstance(causes[-1], OSError) and not isinstance(error, OSError)
+    if unreached or isinstance(error, LocalEntryNotFoundError):
         return (
             f"{name} is not on disk and the hub cannot be reached: {causes[-1]}",
             "check the network and the proxy, or fetch it where there is a network",

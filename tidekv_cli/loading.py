@@ -82,7 +82,7 @@ def load_model(files: ModelFiles, dtype: torch.dtype, device: torch.device = _CP
             model = _from_directory(files.path, files.spec.architecture, dtype, device)
             ends = [model.config.eos_token_id, _generation_config(files.path).get("eos_token_id")]
         else:
-            model = model_from_gguf(files.gguf, dtype).to(device)
+            model = model_from_gguf(files.gguf, dtype, device)
             ends = _gguf_end_tokens(files.gguf)
     model.eval().requires_grad_(False)
     return LoadedModel(model, frozenset(_token_ids(ends, files.path)))

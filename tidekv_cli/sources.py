@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidekv_cli.catalog import ALIASES, HUB_ALIASES, HubAlias, ModelAlias
-from tidekv_cli.checkpoint_files import has_tokenizer
 from tidekv_cli.errors import ModelError
 from tidekv_cli.hub import HubId, HubSnapshot, Note, has_weights, open_snapshot, parse_hub_id
 from tidekv_cli.user_files import user_path
@@ -62,16 +61,20 @@ def alias_path(alias: ModelAlias, environ: Mapping[str, str]) -> Path:
     return cache_directory(environ) / "models" / alias.name / alias.file_name
 
 
+def _listings(environ: Mapping[str, str]) -> Path:
+    return cache_directory(environ) / "hub"
+
+
 def path_on_disk(alias: ModelAlias | HubAlias, environ: Mapping[str, str]) -> Path | None:
     """Where the alias's file or complete directory is, None if it was not fetched. Asks no network."""
     if isinstance(alias, ModelAlias):
         path = alias_path(alias, environ)
         return path if os.path.exists(path) else None
     try:
-        found = open_snapshot(HubId(alias.repository), offline=True, note=_silent).directory
+        found = open_snapshot(HubId(alias.repository), _listings(environ), offline=True, note=_silent)
     except ModelError:
         return None
-    return found if has_tokenizer(found) and has_weights(found) else None
+    return found.directory if found.has_tokenizer and has_weights(found.directory) else None
 
 
 def resolve_model(name: str, environ: Mapping[str, str], offline: bool, note: Note = _silent) -> ModelSource:
@@ -86,7 +89,7 @@ def resolve_model(name: str, environ: Mapping[str, str], offline: bool, note: No
         return ModelSource(name, path)
     hub_id = HubId(HUB_ALIASES[name].repository) if name in HUB_ALIASES else parse_hub_id(name)
     if hub_id is not None:
-        snapshot = open_snapshot(hub_id, offline, note)
+        snapshot = open_snapshot(hub_id, _listings(environ), offline, note)
         return ModelSource(name, snapshot.directory, snapshot)
     raise ModelError(
         f"there is no model called {name!r}",
@@ -115,7 +118,7 @@ def pull(alias: ModelAlias | HubAlias, environ: Mapping[str, str], note: Note, a
     wait for each other. Raises `ModelError` naming what went wrong.
     """
     if isinstance(alias, HubAlias):
-        snapshot = open_snapshot(HubId(alias.repository), False, note, again)
+        snapshot = open_snapshot(HubId(alias.repository), _listings(environ), False, note, again)
         snapshot.fetch_tokenizer()
         snapshot.fetch_weights()
         return snapshot.directory
