@@ -91,10 +91,18 @@ def _trained(model: Any, trainer: Any, normalizer: Any, pre_tokenizer: Any) -> T
     return backend
 
 
-def _byte_level(*patterns: str, digits: bool = False, normalizer: Any = None, ignore_merges: bool = False) -> Tokenizer:
+def _byte_level(
+    *patterns: str,
+    digits: bool = False,
+    normalizer: Any = None,
+    ignore_merges: bool = False,
+    use_regex: bool | None = None,
+) -> Tokenizer:
     steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     steps += [pre_tokenizers.Digits(individual_digits=True)] if digits else []
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns))
+    steps.append(
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns if use_regex is None else use_regex)
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=700,
         max_token_length=12,
@@ -161,6 +169,10 @@ _MAKERS: dict[str, Callable[[], Tokenizer]] = {
         normalizers.Replace(" ", "▁"), pre_tokenizers.Split(" ", "merged_with_previous"), False
     ),
     "unigram": _unigram,
+    # Nothing here keeps words apart: tokens go across spaces.
+    "across-spaces": lambda: _byte_level(use_regex=False),
+    "across-spaces-digits": lambda: _byte_level(digits=True, use_regex=False),
+    "across-spaces-numbers": lambda: _byte_level(r"\p{N}{1,3}"),
 }
 KINDS = tuple(_MAKERS)
 _made: dict[str, str] = {}

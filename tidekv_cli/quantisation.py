@@ -6,12 +6,15 @@ A model with its weights unpacked takes what the unquantised one takes; it is pl
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 from tidekv_cli.errors import ModelError
 
 # Methods that transformers unpacks by itself, without a GPU, another package or code from the hub.
 UNPACKED = ("fp8", "mxfp4")
+# Releases from which on that is proven; older ones lack what it is done with.
+NEEDED = {"torch": (2, 6), "transformers": (5, 24)}
 
 _NEEDS = "its layers need the package {}, which is not used here"
 _GPU = "its layers run on a GPU only, with the package {}"
@@ -43,6 +46,15 @@ REFUSED: dict[str, str] = {
 }
 
 
+def outdated() -> str | None:
+    """The package that is too old here to unpack anything, None if none is."""
+    for package, needed in NEEDED.items():
+        installed = version(package)
+        if tuple(int(part) for part in installed.split(".")[:2]) < needed:
+            return f"{package} {'.'.join(map(str, needed))} or newer, and {installed} is installed"
+    return None
+
+
 def check_quantisation(config: Mapping[str, Any], source: str) -> None:
     """Raise `ModelError`, naming method and reason, for weights that are quantised in a way that is not unpacked."""
     given = config.get("quantization_config") or config.get("compression_config")
@@ -55,6 +67,12 @@ def check_quantisation(config: Mapping[str, Any], source: str) -> None:
         elif "compression_config" in config:
             method = "compressed-tensors"
     if method in UNPACKED:
+        old = outdated()
+        if old is not None:
+            raise ModelError(
+                f"{source} is quantised with {method}, which needs {old}",
+                "install that, or use unquantised safetensors",
+            )
         return
     why = REFUSED.get(method, "the method is not known") if isinstance(method, str) else "it does not say how"
     raise ModelError(

@@ -5,63 +5,28 @@ A tokenizer of which nothing is known here is not cut at all.
 
 from __future__ import annotations
 
+import copy
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import models
 
-# Letters, and what ends a word after them by every rule below. An apostrophe does not.
-_LETTER = "A-Za-zÀ-ÖØ-öø-ʯΑ-ΡΣ-ωА-яぁ-ゖァ-ヺ一-鿿가-힣"
-WORD_END = re.compile(rf"[{_LETTER}](?=[\s!-&(-@\[-`{{-~、。，！？])")
-LOWER = re.compile("[a-z]+")  # a run of these lies in one word, but for what an apostrophe takes of its beginning
+from tidekv_cli.word_rules import WordRules, word_rules
 
 _SPACE = "▁"
-_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_BEFORE = r"[^\r\n\p{L}\p{N}]?"
-_UPPER, _NOT_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-# Of these the rules of published models consist. None takes a letter and then a space, digit or punctuation mark other
-# than an apostrophe; none looks back.
-_PARTS = (
-    *(_SUFFIX, "'s", "'t", "'re", "'ve", "'m", "'ll", "'d"),
-    *(rf"{_BEFORE}\p{{L}}+", rf"{_BEFORE}[\p{{L}}\p{{M}}]+", r" ?\p{L}+"),
-    *(rf"{_BEFORE}{_UPPER}{a}{_NOT_UPPER}{b}{end}" for a, b in ("*+", "+*") for end in ("", f"{_SUFFIX}?")),
-    *(r"\p{N}", r"\p{N}+", r"\p{N}{1,3}", r" ?\p{N}+"),
-    *(r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"),
-    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
-    *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
-)
-# DeepSeek's: the same holds, but a letter's word may end earlier when a mark comes before it.
-_MORE_PARTS = (
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
-    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
-    r" ?[\p{P}\p{S}]+[\r\n]*",
-    "[一-龥぀-ゟ゠-ヿ]+",
-)
-
-
-def _rule_of(parts: tuple[str, ...]) -> re.Pattern[str]:
-    part = "|".join(re.escape(text) for text in sorted(parts, key=len, reverse=True))
-    return re.compile(rf"(?:{part})(?:\|(?:{part}))*")
-
-
-_RULE, _WIDER_RULE = _rule_of(_PARTS), _rule_of(_PARTS + _MORE_PARTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Where a tokenizer may be cut: `at_words` at ends of words, else at any token; `in_runs` also inside a word.
+    """Where a tokenizer may be cut: as `words` say, else (None) at any token.
 
     `added` are the tokens that it looks for before it does anything else.
     """
 
-    at_words: bool
-    in_runs: bool
+    words: WordRules | None
     added: frozenset[str]
-    normalizer: Any
-    pre_tokenizer: Any
 
     @property
     def longest_added(self) -> int:
@@ -74,19 +39,6 @@ class Kind:
             len(token) > 1 and token in text[max(place - len(token) + 1, 0) : place + len(token) - 1]
             for token in self.added
         )
-
-    def later_normalizer(self) -> Any:
-        """The normalizer for text that is not at the front: without the space that is put there."""
-        if self.at_words or self.normalizer is None:
-            return self.normalizer
-        return normalizers.Replace(" ", _SPACE)
-
-    def later_pre_tokenizer(self, first_only: bool = False) -> Any:
-        """Likewise; `first_only` leaves the space to a tokenizer that puts one after each control token."""
-        state = _state(self.pre_tokenizer)
-        if state.get("type") != "Metaspace" or (first_only and state["prepend_scheme"] != "first"):
-            return self.pre_tokenizer
-        return pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="never", split=False)
 
 
 def kind_of(tokenizer: Any, text: str) -> Kind | None:
@@ -103,27 +55,46 @@ def kind_of(tokenizer: Any, text: str) -> Kind | None:
     pre_steps = list(_steps(_state(backend.pre_tokenizer), "pretokenizers"))
     steps = list(_steps(_state(backend.normalizer), "normalizers"))
     added = frozenset(token.content for token in tokens)
-    if pre_steps and all(_splits_words(step, _WIDER_RULE) for step in pre_steps):
-        if steps not in ([], [{"type": "NFC"}]) or not any(step["type"] == "ByteLevel" for step in pre_steps):
-            return None
-        in_runs = all(_splits_words(step, _RULE) for step in pre_steps)
-        return Kind(True, in_runs, added, backend.normalizer, backend.pre_tokenizer)
+    words = word_rules(pre_steps)
+    if words is not None:
+        return Kind(words, added) if steps in ([], [{"type": "NFC"}]) else None
     if model.ignore_merges or not _keeps_whole(steps, pre_steps):
         return None
     prepends = any(step["type"] == "Prepend" or step.get("prepend_scheme") == "always" for step in steps + pre_steps)
     if prepends and any(token.content in text for token in plain):  # the text after each would get its own space
         return None
-    return Kind(False, False, added, backend.normalizer, backend.pre_tokenizer)
+    return Kind(None, added)
 
 
-def _splits_words(step: Mapping[str, Any], rule: re.Pattern[str]) -> bool:
-    """Whether a pre-tokenizer's step only splits, by a rule that is known."""
-    match step:
-        case {"type": "ByteLevel", "add_prefix_space": False} | {"type": "Digits"}:
-            return True
-        case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
-            return rule.fullmatch(pattern) is not None
-    return False
+def without_prefix(component: Any, first_only: bool = False) -> Any:
+    """A normalizer or pre-tokenizer for text that is not at the front: without the space that is put there.
+
+    `first_only` leaves the space to a tokenizer that puts one after each control token.
+    """
+    state = _state(component)
+    changed = _prefixless(state, first_only)
+    if changed == state:
+        return component
+    if changed is None:
+        return None
+    after = copy.copy(component)
+    after.__setstate__(json.dumps(changed).encode())
+    return after
+
+
+def _prefixless(state: dict[str, Any], first_only: bool) -> dict[str, Any] | None:
+    match state:
+        case {"type": "Sequence"}:
+            key = "normalizers" if "normalizers" in state else "pretokenizers"
+            parts = [_prefixless(part, first_only) for part in state[key]]
+            return state | {key: [part for part in parts if part is not None]}
+        case {"type": "Prepend"}:
+            return state if first_only else None
+        case {"type": "Metaspace", "prepend_scheme": scheme} if not first_only or scheme == "first":
+            return state | {"prepend_scheme": "never"}
+        case {"type": "ByteLevel", "add_prefix_space": True} if not first_only:
+            return state | {"add_prefix_space": False}
+    return state
 
 
 def _keeps_whole(steps: list[dict[str, Any]], pre_steps: list[dict[str, Any]]) -> bool:
