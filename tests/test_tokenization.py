@@ -187,21 +187,24 @@ def test_control_text_decodes_to_what_was_written(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", ["lower", "upper", "mixed", "han", "digits", "sign"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in UNCUT])
 def test_time_grows_in_line_with_a_line_without_spaces(kind: str, line: str) -> None:
     tokenizer, source = tokenizer_of(kind), random.Random(0)
     text = "".join(source.choice(LINES[line]) for _ in range(400_000))
+    assert len(text) > 4 * PIECE
     assert encode(tokenizer, text) == whole(tokenizer, text)
 
-    def least(size: int) -> float:
-        times = []
-        for _ in range(5):
-            began = time.process_time()
-            encode(tokenizer, text[:size])
-            times.append(time.process_time() - began)
-        return min(times)
+    def seconds(size: int) -> float:
+        began = time.process_time()
+        encode(tokenizer, text[:size])
+        return time.process_time() - began
 
-    assert len(text) > 4 * PIECE
     limit = 9 if line in UNCUT_LINES.get(kind, ()) else 4.5
-    assert least(400_000) <= limit * least(100_000)
+    long, short = [], []
+    for _ in range(12):  # the least of some, more where the machine has other work
+        long.append(seconds(400_000))
+        short += [seconds(100_000) for _ in range(2)]
+        if len(long) > 2 and min(long) <= limit * min(short):
+            break
+    assert min(long) <= limit * min(short)

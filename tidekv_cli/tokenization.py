@@ -119,7 +119,7 @@ class _Backend:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.backend = getattr(tokenizer, "backend_tokenizer", None)
+        self.backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if self.backend is not None:
             first = self.backend.normalizer, self.backend.pre_tokenizer
             continued = tuple(without_prefix(component, first_only=True) for component in first)
