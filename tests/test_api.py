@@ -80,6 +80,11 @@ def test_an_answer_that_is_left_is_interrupted(tiny: Any) -> None:
     assert run.outcome.finish_reason == "interrupted" and run.outcome.text.startswith(first)
 
 
+def test_what_is_looked_at_tells_no_secrets(tiny_directory: str) -> None:
+    model = open_model(tiny_directory, device="cpu", environ={"HF_TOKEN": "hf_secret", "XDG_CONFIG_HOME": "/none"})
+    assert "hf_secret" not in repr(model.setup) and len(repr(model.files)) < 10_000
+
+
 def test_one_token_is_an_answer_too(tiny: Any) -> None:
     run = tiny(budget=40, max_new_tokens=1, parameters={"window": 8}).plan(TEXT)
     assert len(list(run.tokens())) <= 1

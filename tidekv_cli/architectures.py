@@ -122,7 +122,7 @@ _RECURRENT = "layers keep a recurrent state beside or in place of keys and value
 _LATENT = "its cache holds latents or an index, not the keys that queries see"
 _OWN = "its attention does not go through the interface that lets it be replaced"
 _UNLIKE = "its layers are not one list that is run once from first to last"
-_UNPLANNED = "what it takes cannot be simulated, because it hangs on values"
+_UNPLANNED = "what it takes cannot be simulated, because it depends on values"
 _WINDOW = "its layers do not apply the window that its cache has"
 # Why others are not.
 REFUSED: dict[str, str] = {

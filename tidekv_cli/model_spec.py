@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class ModelFiles:
     path: Path
     spec: ModelSpec
     config: Mapping[str, Any]
-    gguf: GgufFile | None
+    gguf: GgufFile | None = field(repr=False)  # it holds a whole vocabulary
 
 
 def inspect_model(path: Path, name: str | None = None) -> ModelFiles:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Setup:
     limit_bytes: int | None
     elsewhere: bool
     plans: Path
-    machine: machine.Machine
+    machine: machine.Machine = field(repr=False)  # it holds the process's environment
     warnings: tuple[str, ...] = ()
     held_bytes: int = 0
 

@@ -45,8 +45,8 @@ _known: dict[Hashable, Visible] = {}
 def visible(function: MaskFunction) -> Visible:
     """What a mask function comes to. Equal functions are looked at once.
 
-    One that holds tensors is kept as it is: what it says may hang on their values. So is one that holds what cannot be
-    compared.
+    One that holds tensors is kept as it is, since what it says may depend on their values; so is one that holds what
+    cannot be compared.
     """
     try:
         key = _identity(function)

@@ -1,4 +1,4 @@
-"""Rotations whose frequencies hang on the longest position that they see, given the whole prompt's by every chunk.
+"""Rotations whose frequencies depend on the longest position that they see, given the whole prompt's by every chunk.
 
 transformers' types `dynamic` and `longrope` look at the positions of one call only: a chunk of its own would be
 rotated otherwise than in the whole prompt. Knows no layer and no schedule.
