@@ -284,7 +284,7 @@ def test_an_interrupt_during_tokenization(document: str, monkeypatch: pytest.Mon
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tidekv_cli.tokenization._call", interrupt)
+    monkeypatch.setattr("tidekv_cli.tokenization._Backend.call", interrupt)
     run_cli("run", document).assert_error(130, "interrupted")
 
 

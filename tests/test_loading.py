@@ -488,3 +488,11 @@ def test_a_tokenizer_that_does_not_say_where_tokens_begin(directory: Path, monke
     monkeypatch.setattr("tidekv_cli.loading.AutoTokenizer.from_pretrained", lambda *_, **__: Slow())
     with pytest.raises(ModelError, match="is a Slow"):
         load_tokenizer(inspect_model(directory))
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+def test_attention_that_a_config_names_is_replaced(tiny_directory: str, key: str) -> None:
+    path = Path(tiny_directory) / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(values | {key: "flash_attention_2"}), encoding="utf-8")
+    assert load_model(inspect_model(Path(tiny_directory)), torch.float32).model.config._attn_implementation == "eager"

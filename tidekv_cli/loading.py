@@ -128,6 +128,7 @@ def _from_directory(path: Path, architecture: str, dtype: torch.dtype, device: t
             config=_config(path),
             state_dict=tensors,
             dtype=dtype,
+            attn_implementation="eager",  # replaced anyway, and the one that a config names may not be installed
             output_loading_info=True,
             **({} if device.type == "cpu" else {"device_map": {"": device}}),
         )
