@@ -190,4 +190,4 @@ def with_cards(root: Path, *cards: CudaCard, nvml: Any = never, **probes: Any) -
     """A PC with these cards; `nvml` is a `FakeNvml`, or a probe."""
     write(root, dev__nvidiactl="")
     load = (lambda: nvml) if isinstance(nvml, FakeNvml) else nvml
-    return machine(root, cuda=lambda: cards, nvml=load, **probes)
+    return machine(root, **{"cuda": lambda: cards, "nvml": load, **probes})

@@ -103,7 +103,7 @@ def test_flags_to_paste(plans: dict[str, str]) -> None:
         (("-m", "someone/unknown"), 3, "--offline forbids"),
         (("-m", "llama-3.1-8b", "--profile", "rtx-4090", "--verify"), 2, "is not here"),
         (("--device", "cuda:7"), 8, "cuda:7"),
-        (("--memory-limit", "1KiB"), 4, "exceeds"),
+        (("--memory-limit", "2MiB"), 4, "exceeds"),
         (("--budget", "3"), 2, "below the 32 tokens"),
         (("--method", "tidekv-full", "--budget", "7"), 2, "means nothing"),
         (("--profile", "generic-cuda"), 2, "does not say how much memory"),

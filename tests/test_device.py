@@ -379,6 +379,7 @@ def test_torch_that_cannot_use_cuda(tmp_path: Path, cuda: Callable[[], Any], not
         devices=(detect_device("cpu", subject),),
         notes=(note, "torch cannot use NVIDIA H200, which NVML sees"),
         extras={"driver": "580.95.05"},
+        unusable=f"NVIDIA H200 cannot be used ({note})",
     )
     assert detect_device("auto", subject).kind == "cpu"
 

@@ -62,6 +62,33 @@ def test_a_card_that_does_not_work(on_a_card: SetUp) -> None:
     assert on_a_card(compute=False, cuda_fault=fault).device.kind == "cuda", "figures only"
 
 
+def test_auto_takes_the_first_card_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [card(n, f"NVIDIA {name}", "8.9", 24200, uuid=UUIDS[n]) for n, name in enumerate(("old", "new"))]
+    nvml = FakeNvml([FakeCard(f"GPU-{UUIDS[n]}", one.name, free=24000 << 20) for n, one in enumerate(cards)])
+    there = with_cards(tmp_path, *cards, nvml=nvml, cuda_fault=lambda index: "no kernel image" if index == 0 else None)
+    monkeypatch.setattr("tidekv_cli.machine.THIS_MACHINE", there)
+    setup = set_up(RunRequest(), {}, {})
+    assert setup.device.address == "cuda:1"
+    assert setup.warnings == ("cuda:0, NVIDIA old, cannot be used (no kernel image), so cuda:1 is",)
+
+
+def test_a_card_that_torch_cannot_use_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_cuda() -> Any:
+        raise RuntimeError("this torch is built without CUDA")
+
+    pc = with_cards(tmp_path / "pc", nvml=FakeNvml([FakeCard(f"GPU-{UUIDS[0]}")]), cuda=no_cuda)
+    jetson = machine(agx_orin_64(tmp_path / "jetson"), cuda=no_cuda, nvml=lambda: FakeNvml())
+    for there, name in ((pc, "NVIDIA H200"), (jetson, "NVIDIA Jetson AGX Orin")):
+        monkeypatch.setattr("tidekv_cli.machine.THIS_MACHINE", there)
+        setup = set_up(RunRequest(), {}, {})
+        assert setup.device.address == "cpu"
+        (warning,) = setup.warnings
+        assert name in warning and "built without CUDA" in warning and warning.endswith("so cpu is")
+        assert set_up(RunRequest(device="cpu"), {}, {}).warnings == ()
+        hidden = set_up(RunRequest(), {}, {"CUDA_VISIBLE_DEVICES": ""})
+        assert hidden.warnings == (), "asked for"
+
+
 def test_figures_of_a_card_that_does_not_work(on_a_card: SetUp) -> None:
     def never(*_: Any) -> str:
         raise AssertionError
@@ -74,12 +101,12 @@ def test_a_full_card_is_no_broken_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
 
-    monkeypatch.setattr("torch.arange", full)
-    with pytest.raises(MemoryExhaustedError, match="no memory left"):
-        torch_fault(0)
     monkeypatch.setattr("tidekv_cli.engine.backends.failure", full)
     with pytest.raises(MemoryExhaustedError, match="no memory left"):
         torch_attention_fault("sdpa", 0, "bfloat16", (4, 2, 64), False)
+    monkeypatch.setattr("torch.arange", full)
+    with pytest.raises(MemoryExhaustedError, match="no memory left"):
+        torch_fault(0)
 
 
 def test_memory_is_read_again(on_a_card: SetUp, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tidekv_cli.model import Model, open_model
+    from tidekv_cli.model import Model
+    from tidekv_cli.opening import open_model
     from tidekv_cli.run import Run
 
 __all__ = ["Model", "Run", "open_model"]
 __version__ = "0.1.0"
 
-_HOMES = {"Model": "tidekv_cli.model", "open_model": "tidekv_cli.model", "Run": "tidekv_cli.run"}
+_HOMES = {"Model": "tidekv_cli.model", "open_model": "tidekv_cli.opening", "Run": "tidekv_cli.run"}
 
 
 def __getattr__(name: str) -> Any:

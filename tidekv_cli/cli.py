@@ -20,6 +20,7 @@ from tidekv_cli.commands.models import models
 from tidekv_cli.commands.probe_capacity import probe_capacity
 from tidekv_cli.commands.profiles import profiles
 from tidekv_cli.commands.run import run
+from tidekv_cli.entry import just_interrupted
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import ExitCode, Interrupted, MemoryExhaustedError, TideError, UsageError, is_out_of_memory
 
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str], environment: Environment) -> int:
     except Exception as error:
         if environment.environ.get("TIDEKV_TRACEBACK"):
             traceback.print_exc(file=environment.stderr)
+        if just_interrupted():
+            return _failed(Interrupted("interrupted", "start it again"), arguments, environment)
         if isinstance(error, TideError):
             return _failed(error, arguments, environment)
         if is_out_of_memory(error):
@@ -120,17 +123,15 @@ def _wants_json(arguments: Sequence[str]) -> bool:
     return any(flag == "--json" and before not in texts for before, flag in pairwise(["", *flags]))
 
 
-def interrupted() -> None:
-    """Ctrl-C before the command line was read."""
-    _failed(Interrupted("interrupted", "start it again"), sys.argv[1:], Environment.of_process())
-    sys.exit(int(ExitCode.INTERRUPTED))
+def interrupted() -> int:
+    """Ctrl-C before the command line was read; returns the exit code."""
+    return int(_failed(Interrupted("interrupted", "start it again"), sys.argv[1:], Environment.of_process()))
 
 
-def entry_point() -> None:
-    """The command line of this process, to its exit code."""
+def entry_point() -> int:
+    """The command line of this process; returns the exit code."""
     code = main(sys.argv[1:], Environment.of_process())
-    code = max(code, _flushed(sys.stdout), _flushed(sys.stderr))
-    sys.exit(int(code))
+    return int(max(code, _flushed(sys.stdout), _flushed(sys.stderr)))
 
 
 def _flushed(stream: TextIO | None) -> int:

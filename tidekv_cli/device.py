@@ -48,29 +48,33 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """The CUDA devices in CUDA's order, then the CPU; `notes` say what failed, `extras` are for people only."""
+    """The CUDA devices in CUDA's order, then the CPU; `notes` say what failed, `extras` are for people only.
+
+    `unusable` says what GPU is there, and why, where torch can use none.
+    """
 
     devices: tuple[Device, ...]
     notes: tuple[str, ...]
     extras: Mapping[str, str]
+    unusable: str | None = None
 
 
-def detect_devices(machine: Machine = THIS_MACHINE) -> Detection:
-    """All devices. Raises nothing: a probe that fails leaves a note."""
+def detect_devices(machine: Machine = THIS_MACHINE, ask_jtop: bool = True) -> Detection:
+    """All devices. Raises nothing: a probe that fails leaves a note. With `ask_jtop` for its extras, in a second."""
     notes: list[str] = []
     extras: dict[str, str] = {}
     tegra = read_tegra(machine.root, notes)
-    cuda = _cuda(machine, tegra, notes, extras)
+    cuda, unusable = _cuda(machine, tegra, notes, extras)
     if tegra.soc:
         extras["SoC"] = tegra.soc
-    if tegra.sign:
+    if tegra.sign and ask_jtop:
         try:
             shown, missing = describe_jtop(machine.jtop())
             extras.update(shown)
             notes.extend(missing)
         except Exception as error:
             notes.append(f"jtop: {reason_of(error)}")
-    return Detection((*cuda, _cpu(machine, notes)), tuple(notes), extras)
+    return Detection((*cuda, _cpu(machine, notes)), tuple(notes), extras, unusable)
 
 
 def detect_device(request: str, machine: Machine = THIS_MACHINE) -> Device:
@@ -84,7 +88,7 @@ def detect_device(request: str, machine: Machine = THIS_MACHINE) -> Device:
     if request == "cpu":
         return _cpu(machine, [])
     notes: list[str] = []
-    cuda = _cuda(machine, read_tegra(machine.root, notes), notes, {})
+    cuda, _ = _cuda(machine, read_tegra(machine.root, notes), notes, {})
     if match is None:
         return cuda[0] if cuda else _cpu(machine, notes)
     wanted = int(match[1] or 0)
@@ -123,35 +127,40 @@ def _cpu_name(root: Path) -> str:
     return "CPU"
 
 
-def _cuda(machine: Machine, tegra: Tegra, notes: list[str], extras: dict[str, str]) -> tuple[Device, ...]:
-    """CUDA's devices; `extras` gains the driver's version."""
+def _cuda(
+    machine: Machine, tegra: Tegra, notes: list[str], extras: dict[str, str]
+) -> tuple[tuple[Device, ...], str | None]:
+    """CUDA's devices, and what is there that torch cannot use; `extras` gains the driver's version."""
     if not tegra.sign and not any(machine.exists(node) for node in _NODES):
         notes.append("no sign of an NVIDIA device, so torch was not asked for one")
-        return ()
+        return (), None
     if machine.visible_devices == ():
         notes.append(f"CUDA_VISIBLE_DEVICES={machine.environ['CUDA_VISIBLE_DEVICES']!r} hides every CUDA device")
-        return ()
+        return (), None
+    reason = "torch sees no CUDA device"
     try:
         cards = tuple(machine.cuda())
-        if not cards:
-            notes.append("torch sees no CUDA device")
     except Exception as error:
-        cards = ()
-        notes.append(f"torch: {reason_of(error)}")
+        cards, reason = (), f"torch: {reason_of(error)}"
+    if not cards:
+        notes.append(reason)
     nvml = NvmlReading((), None, ())
     if not cards or not all(_is_unified(card, tegra) for card in cards):  # NVML knows nothing of integrated memory
         nvml = read_nvml(machine.nvml)
         notes.extend(nvml.notes)
     if nvml.driver:
         extras["driver"] = nvml.driver
+    unusable = None
     if not cards:
         notes.extend(f"torch cannot use {card.name}, which NVML sees" for card in nvml.cards)
+        seen = [card.name for card in nvml.cards] or [name for name in (tegra.board,) if name]
+        unusable = f"{', '.join(seen)} cannot be used ({reason})" if seen else None
     return tuple(
         _integrated(card, machine, tegra, notes)
         if _is_unified(card, tegra)
         else _discrete(card, _nvml_card(card, nvml, machine.visible_devices, notes), tegra, notes)
         for card in cards
-    )
+    ), unusable
 
 
 def _is_unified(card: CudaCard, tegra: Tegra) -> bool:

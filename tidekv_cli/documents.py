@@ -44,6 +44,26 @@ def read_documents(
     return [_document(path, environment, codec, errors) for path in paths or ["-"]]
 
 
+def as_documents(given: str | Sequence[Document | str]) -> list[Document]:
+    """Texts as documents. Raises `UsageError` for what is no text, and `InputError` for a document that holds none."""
+    documents = []
+    for number, one in enumerate([given] if isinstance(given, str) else given, start=1):
+        document = one if isinstance(one, Document) else Document(f"document {number}", one)
+        check_text(document.path, document.text)
+        if not document.text.strip():
+            raise InputError(f"{document.path} holds no text", "give a document with text")
+        documents.append(document)
+    return documents
+
+
+def check_text(what: str, text: object) -> None:
+    """Raise `UsageError` for what is no text; None is left out, which is fine."""
+    if not isinstance(text, (str, type(None))):
+        raise UsageError(f"{what} is not text but {type(text).__name__}", "read or decode it first")
+    if any("\ud800" <= letter <= "\udfff" for letter in text or ""):
+        raise UsageError(f"{what} holds half a surrogate pair, which is no text", "decode it with errors='replace'")
+
+
 def _document(path: str, environment: Environment, codec: str, errors: str) -> Document:
     name = "stdin" if path == "-" else path
     raw = _stdin(environment) if path == "-" else _file(path)

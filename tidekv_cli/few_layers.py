@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
+import warnings
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tidekv_cli.engine.adapter import find_layers
-from tidekv_cli.errors import damage_named
+from tidekv_cli.errors import ModelError, damage_named
 
-FAKE = FakeTensorMode()
+_FAKE = FakeTensorMode()
+_ONE_AT_A_TIME = RLock()  # fake tensors know their mode, and a mode only one thread
+_FAULT_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # what torch says of a fault before it raises it
 _ANY_WINDOW = 1 << 20  # changes no size
 _ROTATIONS = ("rope_parameters", "rope_scaling")
 _PLAIN_ROTATIONS = ("default", "linear", "llama3", "yarn")
@@ -46,10 +53,36 @@ class FewLayers:
         return ((stand_in, left_out.count(stand_in)) for stand_in in sorted(set(left_out)))
 
 
+@contextmanager
+def fake_tensors(config: Mapping[str, Any]) -> Iterator[None]:
+    """Tensors of a model of `config` have shapes and no memory in here. Raises `ModelError` where it cannot be run."""
+    what = f"the config of the {config.get('model_type')} model describes none that can be run"
+    disabled = _FAULT_LOG.disabled
+    with (
+        _ONE_AT_A_TIME,
+        _FAKE,
+        torch.device("cpu"),
+        torch.no_grad(),
+        damage_named(what),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # of shapes that the plan tells of, or the damage
+        _FAULT_LOG.disabled = True
+        try:
+            yield
+        finally:
+            _FAULT_LOG.disabled = disabled
+
+
+def few_layers(config: Mapping[str, Any], window: int | None, dtype: torch.dtype) -> FewLayers:
+    """Of the model of a Hugging Face `config`. Raises `ModelError` where none can be built from it."""
+    with _ONE_AT_A_TIME:
+        return _few_layers(json.dumps(dict(config), sort_keys=True), window, dtype)
+
+
 @lru_cache(maxsize=4)
-def few_layers(config: str, window: int | None, dtype: torch.dtype) -> FewLayers:
-    """Of the model of a Hugging Face `config`, as JSON. Raises `ModelError` where none can be built from it."""
-    with FAKE, torch.device("cpu"), torch.no_grad():
+def _few_layers(config: str, window: int | None, dtype: torch.dtype) -> FewLayers:
+    with fake_tensors(json.loads(config)):
         model = _whole_model(json.loads(config), window, dtype)
         layers = find_layers(model)
         count = len(layers)
@@ -70,9 +103,11 @@ def _whole_model(values: dict[str, Any], window: int | None, dtype: torch.dtype)
         if not _plain(values.get(key)):  # others look at the values of positions, and take no more memory
             del values[key]
     values |= {"attn_implementation": "eager", "max_position_embeddings": window or _ANY_WINDOW}
-    with damage_named(f"the config of the {values.get('model_type')} model describes none that can be built"):
-        config = AutoConfig.for_model(**values)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    config = AutoConfig.for_model(**values)
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if type(kv_heads) is int and (kv_heads < 1 or heads % kv_heads):
+        raise ValueError(f"{heads} attention heads cannot share {kv_heads} key-value heads")
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def _plain(rotation: Any) -> bool:
@@ -80,6 +115,12 @@ def _plain(rotation: Any) -> bool:
     if not isinstance(rotation, Mapping):
         return True
     kind = rotation.get("rope_type", rotation.get("type", "default"))
+    if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+        known = ", ".join(ROPE_INIT_FUNCTIONS)
+        raise ModelError(
+            f"the rotation of the model's positions is of type {kind}, which is not known: it is default, {known}",
+            "see whether a newer transformers knows it",
+        )
     return kind in _PLAIN_ROTATIONS and all(_plain(inner) for inner in rotation.values())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from tidekv_cli.gguf_weights import model_from_gguf
 from tidekv_cli.model_spec import ModelFiles
 
 _CPU = torch.device("cpu")
+_LAYER = r"\.layers\.(\d+)\."
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +123,28 @@ def _from_directory(path: Path, architecture: str, dtype: torch.dtype, device: t
             shard = opened.enter_context(_opened(path / name))
             stored = shard.keys()
             tensors.update((key, shard.get_slice(key)) for key in stored)
+        config = _config(path)
+        _check_stored(path, tensors, packed=getattr(config, "quantization_config", None) is not None)
         opened.enter_context(_one_tensor_at_a_time())
         model, info = getattr(transformers, architecture).from_pretrained(
             None,
-            config=_config(path),
+            config=config,
             state_dict=tensors,
             dtype=dtype,
             attn_implementation="eager",  # replaced anyway, and the one that a config names may not be installed
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told of below
             **({} if device.type == "cpu" else {"device_map": {"": device}}),
         )
-    lacking = sorted(info["missing_keys"])
-    if lacking or info["mismatched_keys"]:
-        names = lacking or sorted(str(key) for key in info["mismatched_keys"])
+    for name, found, wanted in sorted(info["mismatched_keys"]):
         raise ModelError(
-            f"{path} lacks {len(names)} tensors or has them in another shape, the first is {names[0]}",
+            f"{path} holds {name} as {list(found)}, and its config.json asks for {list(wanted)}",
+            "fetch or copy the model again; config and weights are of different models",
+        )
+    lacking = sorted(info["missing_keys"])
+    if lacking:
+        raise ModelError(
+            f"{path} lacks {len(lacking)} tensors, the first is {lacking[0]}",
             "fetch or copy the model again; one of its *.safetensors files is missing or from another model",
         )
     for name in sorted(info["unexpected_keys"]):
@@ -147,6 +155,19 @@ def _from_directory(path: Path, architecture: str, dtype: torch.dtype, device: t
                 "fetch or copy the model again; config and weights are of different models",
             )
     return model
+
+
+def _check_stored(path: Path, tensors: Mapping[str, Any], packed: bool) -> None:
+    """Raise `ModelError` for an empty tensor, and for weights in whole numbers that no config tells how to unpack."""
+    for name, tensor in tensors.items():
+        kind = tensor.get_dtype()
+        if 0 in tensor.get_shape():
+            raise ModelError(f"{path} holds {name}, which is empty", "fetch or copy the model again")
+        if not packed and not kind.startswith(("F", "BF")) and re.search(_LAYER, name) and name.endswith("weight"):
+            raise ModelError(
+                f"{path} holds {name} as {kind}, and its config.json says nothing of quantisation",
+                "use the model's unquantised safetensors, or a GGUF file of it",
+            )
 
 
 def _complete(path: Path) -> list[str]:
@@ -199,7 +220,7 @@ def _expendable(name: str, config: Any) -> bool:
 
     These are tables of rotary frequencies, and layers that predict further tokens, which follow the last layer.
     """
-    match = re.search(r"\.layers\.(\d+)\.", name)
+    match = re.search(_LAYER, name)
     if match is None or name.endswith("inv_freq") or "mtp" in name:
         return True
     predicting = getattr(config, "num_nextn_predict_layers", None) or 0

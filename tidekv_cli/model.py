@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from tidekv_cli.catalog import DEFAULT_MODEL
-from tidekv_cli.documents import Document
+from tidekv_cli.documents import Document, as_documents, check_text
 from tidekv_cli.errors import InputError, ModelError, TideError, UsageError, WindowError
 from tidekv_cli.model_shape import model_shape
 from tidekv_cli.model_spec import ModelFiles, ModelSpec, inspect_model
@@ -23,59 +22,6 @@ from tidekv_cli.setup import Setup, set_up
 from tidekv_cli.sources import resolve_model
 
 Tell = Callable[[str], None]
-
-
-def open_model(
-    model: str | None = None,
-    *,
-    method: str | None = None,
-    schedule: str | None = None,
-    selector: str | None = None,
-    budget_policy: str | None = None,
-    kv_store: str | None = None,
-    budget: int | str | None = None,
-    parameters: Mapping[str, Any] | None = None,
-    chunk_size: int | None = None,
-    score_block: int | None = None,
-    attention: str | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    profile: str | None = None,
-    memory_limit: str | None = None,
-    max_new_tokens: int | None = None,
-    offline: bool = False,
-    environ: Mapping[str, str] | None = None,
-    note: Tell | None = None,
-    warn: Tell | None = None,
-) -> Model:
-    """Find a model and settle how it is run; weights are loaded by the first prefill.
-
-    Arguments are the flags of `tidekv run`, and mean what they mean there; what is None comes from the environment,
-    the config file and the device's profile. `note` hears of what is fetched, `warn` of what may not be expected.
-    Raises a `tidekv_cli.errors.TideError`: `UsageError`, `DeviceError` or `ModelError`.
-    """
-    request = RunRequest(
-        model=model,
-        method=method,
-        schedule=schedule,
-        selector=selector,
-        budget_policy=budget_policy,
-        kv_store=kv_store,
-        budget=None if budget is None else str(budget),
-        parameters={key: str(value) for key, value in (parameters or {}).items()},
-        chunk_size=chunk_size,
-        score_block=score_block,
-        attention=attention,
-        dtype=dtype,
-        device=device,
-        profile=profile,
-        memory_limit=memory_limit,
-        max_new_tokens=max_new_tokens,
-        offline=offline,
-    )
-    opened = Model(request, os.environ if environ is None else environ, note, warn)
-    opened.open()
-    return opened
 
 
 class Model:
@@ -165,18 +111,16 @@ class Model:
 
         Whether it fits is in `Run.plan`; `Run.check` raises where it does not. `record_kept` keeps the positions that
         stay for `Run.kept`; `progress` is told the characters tokenized and their number. Raises `UsageError` where
-        the chat template refuses, and `InputError` where there is not one token.
+        the chat template refuses or what is given is no text, and `InputError` for a document without any.
         """
         from tidekv_cli.prompt import build_prompt, unknown_arguments
         from tidekv_cli.prompt import truncate as shortened
 
         if truncate not in TRUNCATIONS:
             raise UsageError(f"truncate {truncate} is not known", f"use one of {', '.join(TRUNCATIONS)}")
-        given = [documents] if isinstance(documents, str) else documents
-        for document in given:
-            if not isinstance(document, (str, Document)):
-                raise UsageError(f"a document is text, not {type(document).__name__}", "read or decode it first")
-        texts = [Document(f"document {n}", d) if isinstance(d, str) else d for n, d in enumerate(given, start=1)]
+        texts = as_documents(documents)
+        check_text("the question", question)
+        check_text("the system message", system)
         warnings: list[str] = []
         if not raw and not getattr(self.tokenizer, "chat_template", None):
             warnings.append("the model has no chat template; the prompt is given to it as it is")
@@ -213,7 +157,10 @@ class Model:
         self, token_ids: Sequence[int], allow_beyond_window: bool = False, record_kept: bool = False
     ) -> Run:
         """Plan a prompt that is token ids already. Raises `InputError` for none and `UsageError` for unknown ones."""
-        ids = [int(token) for token in token_ids]
+        try:
+            ids = [int(token) for token in token_ids]
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"token ids are one row of whole numbers: {error}", "give a list of int") from error
         known = self.files.spec.vocab_size
         if ids and not 0 <= min(ids) <= max(ids) < known:
             wrong = next(token for token in ids if not 0 <= token < known)

@@ -20,6 +20,7 @@ from tidekv_cli.gguf_file import GgufFile, read_gguf
 from tidekv_cli.quantisation import check_quantisation
 
 _MOST = 1e300
+_MOST_LAYERS = 1024
 _ALSO = {  # what older configs call it
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "hidden_size": ("n_embd", "d_model"),
@@ -114,6 +115,11 @@ def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
     check_quantisation(config, source)
     _check_rotation(values)
     layers = values.size("num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise values.wrong("num_hidden_layers", f"at most {_MOST_LAYERS}")
+    if values.flag("use_sliding_window", True):
+        values.size("sliding_window", 1)
+    values.size("attention_chunk_size", 1)
     layer_types = values.texts("layer_types")
     if layer_types and len(layer_types) != layers:
         raise values.wrong("layer_types", f"a list of {layers} names, one for each layer")

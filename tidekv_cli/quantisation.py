@@ -57,8 +57,9 @@ def outdated() -> str | None:
 
 def check_quantisation(config: Mapping[str, Any], source: str) -> None:
     """Raise `ModelError`, naming method and reason, for weights that are quantised in a way that is not unpacked."""
-    given = config.get("quantization_config") or config.get("compression_config")
-    if not given:
+    given = config.get("quantization_config")
+    given = config.get("compression_config") if given is None else given
+    if given is None:
         return
     method = given.get("quant_method") if isinstance(given, Mapping) else given
     if method is None and isinstance(given, Mapping):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,7 +143,12 @@ def _check_text(request: RunRequest) -> None:
     ):
         if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text or ""):
             raise UsageError(f"{flag} holds bytes that are no UTF-8", "check the terminal's encoding")
-    if "" in request.stop:
+    check_stop(request.stop)
+
+
+def check_stop(texts: Iterable[str]) -> None:
+    """Raise `UsageError` for an empty text to stop at, which is everywhere."""
+    if "" in texts:
         raise UsageError("--stop is empty", "give the text to stop at, or drop --stop")
 
 
@@ -153,7 +158,7 @@ def first_given(*values: Any) -> Any:
 
 
 def _tokens(flag: str, value: int) -> int:
-    if not 1 <= value <= MOST_TOKENS:
+    if type(value) is not int or not 1 <= value <= MOST_TOKENS:
         raise UsageError(f"{flag} {value} is impossible", f"give a number of tokens from 1 to {MOST_TOKENS}")
     return value
 

@@ -12,6 +12,7 @@ from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.errors import MemoryExhaustedError, TideError, UsageError, WindowError, is_out_of_memory
 from tidekv_cli.outcome import Outcome, outcome_document
 from tidekv_cli.plan import Plan
+from tidekv_cli.request import check_stop
 from tidekv_cli.room import Room
 from tidekv_cli.units import format_bytes
 
@@ -78,7 +79,8 @@ class Run:
         if not self._allow_beyond_window:
             ways = ["--truncate middle"] if new < window else []
             ways += ["fewer --max-new-tokens"] if plan.prompt_tokens < window else []
-            raise WindowError(message, f"use {', '.join(ways)} or --allow-beyond-window to try anyway")
+            ways += ["--allow-beyond-window to try anyway"]
+            raise WindowError(message, f"use {', or '.join(ways)}")
         if message not in self.outcome.warnings:
             self.warn(message)
 
@@ -118,7 +120,7 @@ class Run:
         outcome.cache_tokens_per_layer = [store.length for store in self._prompt.cache]
 
     def generate(
-        self, temperature: float = 0.0, top_p: float = 1.0, seed: int | None = None, stop: Sequence[str] = ()
+        self, temperature: float = 0.0, top_p: float = 1.0, seed: int | None = None, stop: str | Sequence[str] = ()
     ) -> Generator[str, None, None]:
         """The answer, piece by piece, as its text becomes certain; prefills first if that was not done. Once only.
 
@@ -126,7 +128,9 @@ class Run:
         tokens; `outcome.finish_reason` says which. Raises `UsageError` for impossible sampling and for a second answer,
         and as `prefill`.
         """
-        return self._pieces(self.tokens(temperature, top_p, seed), stop)
+        texts = (stop,) if isinstance(stop, str) else tuple(stop)
+        check_stop(texts)
+        return self._pieces(self.tokens(temperature, top_p, seed), texts)
 
     def tokens(self, temperature: float = 0.0, top_p: float = 1.0, seed: int | None = None) -> Iterator[int]:
         """The answer's token ids, as they are chosen: `generate` without text."""

@@ -33,7 +33,9 @@ class Runner:
         if self._environment.stdout is None:
             raise UsageError("standard output is closed, so there is no place for the answer", "do not close it")
         model = Model(request, self._environment.environ, self._reporter.note, self._reporter.warning)
-        SamplingSettings(request.temperature, request.top_p, request.seed)  # refused before the work, not after it
+        sampling = SamplingSettings(request.temperature, request.top_p, request.seed)  # refused before the work
+        for flag in sampling.ignored:
+            self._reporter.warning(f"{flag} changes nothing at temperature 0, which is greedy: give --temperature")
         if request.kept is not None:
             KeptFile(request.kept).check(request.documents)
         documents = read_documents(request.documents, self._environment, request.encoding, request.errors)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tidekv_cli import machine
 from tidekv_cli.attention_choice import ChosenAttention, choose_attention
-from tidekv_cli.device import Device, detect_device
+from tidekv_cli.device import Device, detect_device, detect_devices
 from tidekv_cli.errors import DeviceError, UsageError
 from tidekv_cli.fitting import Fitter
 from tidekv_cli.model_spec import ModelSpec
@@ -121,13 +121,7 @@ def set_up(request: RunRequest, config: Mapping[str, Any], environ: Mapping[str,
     """
     wanted = first_given(request.device, config.get("device"), "auto")
     this = replace(machine.THIS_MACHINE, environ=environ)
-    here, warnings = detect_device(wanted, this), []
-    fault = this.cuda_fault(here.index) if compute and here.index is not None else None
-    if fault is not None:
-        if wanted != "auto":
-            raise DeviceError(f"{here.name} cannot be used: {fault}", "use --device cpu, or a torch built for it")
-        warnings.append(f"{here.name} cannot be used ({fault}), so the CPU is")
-        here = detect_device("cpu", this)
+    here, warnings = _working_device(wanted, this) if compute else (detect_device(wanted, this), [])
     matched = match_profile(here.name, here.kind, here.board, here.total_bytes, list_profiles(environ))
     reference = first_given(request.profile, config.get("profile"), matched.name)
     profile = matched if reference == matched.name else find_profile(reference, environ)
@@ -142,12 +136,28 @@ def set_up(request: RunRequest, config: Mapping[str, Any], environ: Mapping[str,
     device = _not_here(profile) if elsewhere else here
     choice = choose_settings(request, config, profile, device.kind)
     limit = None if request.memory_limit is None else parse_bytes(request.memory_limit, "--memory-limit")
+    if limit is not None and limit < 1 << 20:
+        raise UsageError(f"--memory-limit {request.memory_limit} is {limit} bytes", "give a unit, as in 6GiB or 512MiB")
     if elsewhere and profile.memory is None and limit is None:
         raise UsageError(f"profile {profile.name} does not say how much memory there is", "give --memory-limit")
     if compute and here.index is not None:
         _set_allocator(this, profile)
         warnings += _tegra_warnings(here.kind, this.environ)
     return Setup(device, profile, choice, limit, elsewhere, cache_directory(environ) / "plans", this, tuple(warnings))
+
+
+def _working_device(wanted: str, this: machine.Machine) -> tuple[Device, list[str]]:
+    """The device asked for, of `auto` the first that computes, and what to say of those that do not."""
+    found = detect_devices(this, ask_jtop=False) if wanted == "auto" else None
+    warnings = [found.unusable] if found and found.unusable else []
+    for device in found.devices if found else (detect_device(wanted, this),):
+        fault = None if device.index is None else this.cuda_fault(device.index)
+        if fault is None:
+            break
+        if wanted != "auto":
+            raise DeviceError(f"{device.name} cannot be used: {fault}", "use --device cpu, or a torch built for it")
+        warnings.append(f"{device.address}, {device.name}, cannot be used ({fault})")
+    return device, [f"{warning}, so {device.address} is" for warning in warnings]
 
 
 def _set_allocator(this: machine.Machine, profile: Profile) -> None:

@@ -6,7 +6,6 @@ what a layer of its kind leaves behind. So are chunks: only the last ones are ru
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from tidekv_cli.engine.kernel_limits import MOST_HEAD_DIM
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
-from tidekv_cli.few_layers import FAKE, few_layers
+from tidekv_cli.few_layers import fake_tensors, few_layers
 from tidekv_cli.model_spec import traits_of
 from tidekv_cli.plan_settings import PlanSettings, Regimes
 
@@ -46,9 +45,8 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
     token, then the last decoding step, with the sampling that takes most. `granularity` is what the device's allocator
     rounds a block up to, in bytes.
     """
-    config = json.dumps(dict(settings.config), sort_keys=True)
-    few = few_layers(config, settings.spec.context_window, torch_dtype(settings))
-    with FAKE, _GroupedProducts(), torch.device("cpu"), torch.no_grad():
+    few = few_layers(settings.config, settings.spec.context_window, torch_dtype(settings))
+    with fake_tensors(settings.config), _GroupedProducts():
         ids = torch.zeros(1, length, dtype=torch.long)
         meter = LiveMeter(granularity)
         meter.watch(few.model.parameters())
@@ -76,8 +74,7 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
 
 def regimes(settings: PlanSettings) -> Regimes:
     """Where memory is a straight line over the length, and where it is not."""
-    config = json.dumps(dict(settings.config), sort_keys=True)
-    traits = traits_of(few_layers(config, settings.spec.context_window, torch_dtype(settings)).config)
+    traits = traits_of(few_layers(settings.config, settings.spec.context_window, torch_dtype(settings)).config)
     matrices = settings.attention in ("math", "eager") or traits.odd
     too_wide = settings.device_type == "cuda" and traits.widest_head > MOST_HEAD_DIM
     return Regimes(traits.windows, matrices or too_wide)

@@ -100,6 +100,8 @@ def resolve_model(name: str, environ: Mapping[str, str], offline: bool, note: No
 
 def _local_path(name: str) -> Path | None:
     path = user_path(name)
+    if name and not os.path.exists(path) and os.path.islink(path):
+        raise ModelError(f"{path} is a link to {os.readlink(path)}, which is not there", "correct the link")
     if name and (os.path.isdir(path) or path.suffix == ".gguf"):
         if not os.path.exists(path):
             raise ModelError(f"the model file {path} does not exist", "check the path")

@@ -70,7 +70,7 @@ def failure(
             difference = _difference(backend, device, dtype, heads, rows, rule)
             if not difference <= _TOLERANCE[dtype]:  # NaN is not
                 return f"its result is off by {difference:.2g}"
-    except (ImportError, OSError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # a kernel of another version may raise anything
         if is_out_of_memory(error):
             raise
         return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
