@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 QUESTION ?= What is this report about?
 
+# How many tests run at a time.
+JOBS ?= 2
+PYTEST := pytest -n $(JOBS) --dist worksteal
+
 OLDEST ?= .venv-oldest
 
 .PHONY: demo test test-slow test-oldest check format bench pictures clean
@@ -19,10 +23,10 @@ demo: $(VENV)/.installed
 	$(BIN)/tidekv run examples/lighthouse.txt -p "$(QUESTION)" -n 80
 
 test: $(VENV)/.installed
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/$(PYTEST) -m "not slow and not gpu"
 
 test-slow: $(VENV)/.installed
-	$(BIN)/pytest -m "slow and not gpu"
+	$(BIN)/$(PYTEST) -m "slow and not gpu"
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
@@ -30,7 +34,7 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	touch $@
 
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/pytest -m "not slow and not gpu"
+	$(OLDEST)/bin/$(PYTEST) -m "not slow and not gpu"
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

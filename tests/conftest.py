@@ -30,6 +30,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in absent]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers share the cores."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(torch.get_num_threads() // workers, 1))
+
+
 @pytest.fixture
 def tiny_model() -> Iterator[Callable[..., PreTrainedModel]]:
     """Makes a random float32 causal model whose attention is peaky enough for eviction to matter.

@@ -125,8 +125,22 @@ def test_what_cannot_be(tiny: Any) -> None:
         with pytest.raises(UsageError, match=f"token {wrong} is not known"):
             model.plan_tokens([1, wrong])
     for document in (b"bytes", Path("file")):
-        with pytest.raises(UsageError, match="a document is text"):
+        with pytest.raises(UsageError, match="document 1 is not text"):
             model.plan([document])
+    for empty in ("", " \n", ["some", ""]):
+        with pytest.raises(InputError, match="holds no text"):
+            model.plan(empty)
+    for half in ({"documents": "\ud800"}, {"documents": TEXT, "question": "\udfff"}, {"documents": TEXT, "system": 3}):
+        with pytest.raises(UsageError, match="text"):
+            model.plan(**half)
+    for ids in ([[1, 2], [3, 4]], ["x"], [None]):
+        with pytest.raises(UsageError, match="whole numbers"):
+            model.plan_tokens(ids)
+    for sampling in ({"seed": 1.5}, {"stop": ""}, {"stop": ["x", ""]}):
+        with pytest.raises(UsageError):
+            model.plan(TEXT).generate(**sampling)
+    with pytest.raises(UsageError, match=r"2\.5"):
+        tiny(max_new_tokens=2.5)
     with pytest.raises(UsageError, match="truncate ends"):
         model.plan(TEXT, truncate="ends")
     with pytest.raises(WindowError):

@@ -192,8 +192,8 @@ def test_no_weights_at_all(directory: Path) -> None:
     ("changes", "word"),
     [
         ({"num_hidden_layers": 3}, "model.layers.2."),
-        ({"intermediate_size": 128}, "cannot be loaded"),
-        ({"num_key_value_heads": 4}, "cannot be loaded"),
+        ({"intermediate_size": 128}, "mlp.down_proj.weight as [64, 96], and its config.json asks for [64, 128]"),
+        ({"num_key_value_heads": 4}, "self_attn.k_proj.weight as [32, 64], and its config.json asks for [64, 64]"),
         ({"hidden_act": "nonsense"}, "nonsense"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         ({"model_type": "nonsense"}, "nonsense"),

@@ -42,6 +42,21 @@ def change_config(path: Path, **changes: object) -> None:
     (path / "config.json").write_text(json.dumps({**config, **changes}), encoding="utf-8")
 
 
+def test_tensors_that_are_not_the_models(tmp_path: Path) -> None:
+    path = write_hugging_face(tmp_path / "model", tiny_causal_model())
+    file, name = path / "model.safetensors", "model.layers.1.self_attn.q_proj.weight"
+    tensors = load_file(file)
+    weight = tensors[name]
+    for wrong, words in (
+        (weight[:-1], rf"{name} as \[{len(weight) - 1}, .*asks for \[{len(weight)}, "),
+        (weight[:0], f"{name}, which is empty"),
+        (weight.to(torch.int8), f"{name} as I8, and its config.json says nothing of quantisation"),
+    ):
+        save_file({**tensors, name: wrong.contiguous()}, file, metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=words):
+            load(path)
+
+
 # Which files
 
 

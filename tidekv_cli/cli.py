@@ -20,9 +20,9 @@ from tidekv_cli.commands.models import models
 from tidekv_cli.commands.probe_capacity import probe_capacity
 from tidekv_cli.commands.profiles import profiles
 from tidekv_cli.commands.run import run
-from tidekv_cli.entry import just_interrupted
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import ExitCode, Interrupted, MemoryExhaustedError, TideError, UsageError, is_out_of_memory
+from tidekv_cli.interrupts import just_interrupted
 
 app = typer.Typer(
     name="tidekv",

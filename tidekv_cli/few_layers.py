@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tidekv_cli.engine.adapter import find_layers
 from tidekv_cli.errors import ModelError, damage_named
@@ -27,6 +26,7 @@ _FAULT_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # what torch sa
 _ANY_WINDOW = 1 << 20  # changes no size
 _ROTATIONS = ("rope_parameters", "rope_scaling")
 _PLAIN_ROTATIONS = ("default", "linear", "llama3", "yarn")
+_OTHER_ROTATIONS = ("dynamic", "longrope", "su", "proportional")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,9 @@ def fake_tensors(config: Mapping[str, Any]) -> Iterator[None]:
             _FAULT_LOG.disabled = disabled
 
 
-def few_layers(config: Mapping[str, Any], window: int | None, dtype: torch.dtype) -> FewLayers:
-    """Of the model of a Hugging Face `config`. Raises `ModelError` where none can be built from it."""
-    with _ONE_AT_A_TIME:
-        return _few_layers(json.dumps(dict(config), sort_keys=True), window, dtype)
-
-
 @lru_cache(maxsize=4)
-def _few_layers(config: str, window: int | None, dtype: torch.dtype) -> FewLayers:
+def few_layers(config: str, window: int | None, dtype: torch.dtype) -> FewLayers:
+    """Of the model of a Hugging Face `config`, as JSON. Raises `ModelError` where none can be built from it."""
     with fake_tensors(json.loads(config)):
         model = _whole_model(json.loads(config), window, dtype)
         layers = find_layers(model)
@@ -115,11 +110,10 @@ def _plain(rotation: Any) -> bool:
     if not isinstance(rotation, Mapping):
         return True
     kind = rotation.get("rope_type", rotation.get("type", "default"))
-    if kind not in ("default", *ROPE_INIT_FUNCTIONS):
-        known = ", ".join(ROPE_INIT_FUNCTIONS)
+    if kind not in (*_PLAIN_ROTATIONS, *_OTHER_ROTATIONS):
         raise ModelError(
-            f"the rotation of the model's positions is of type {kind}, which is not known: it is default, {known}",
-            "see whether a newer transformers knows it",
+            f"the rotation of the model's positions is of type {kind}, which is not known",
+            f"those that are known are {', '.join((*_PLAIN_ROTATIONS, *_OTHER_ROTATIONS))}",
         )
     return kind in _PLAIN_ROTATIONS and all(_plain(inner) for inner in rotation.values())
 

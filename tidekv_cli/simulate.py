@@ -6,6 +6,7 @@ what a layer of its kind leaves behind. So are chunks: only the last ones are ru
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
     token, then the last decoding step, with the sampling that takes most. `granularity` is what the device's allocator
     rounds a block up to, in bytes.
     """
-    few = few_layers(settings.config, settings.spec.context_window, torch_dtype(settings))
+    few = few_layers(_as_json(settings), settings.spec.context_window, torch_dtype(settings))
     with fake_tensors(settings.config), _GroupedProducts():
         ids = torch.zeros(1, length, dtype=torch.long)
         meter = LiveMeter(granularity)
@@ -74,10 +75,14 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
 
 def regimes(settings: PlanSettings) -> Regimes:
     """Where memory is a straight line over the length, and where it is not."""
-    traits = traits_of(few_layers(settings.config, settings.spec.context_window, torch_dtype(settings)).config)
+    traits = traits_of(few_layers(_as_json(settings), settings.spec.context_window, torch_dtype(settings)).config)
     matrices = settings.attention in ("math", "eager") or traits.odd
     too_wide = settings.device_type == "cuda" and traits.widest_head > MOST_HEAD_DIM
     return Regimes(traits.windows, matrices or too_wide)
+
+
+def _as_json(settings: PlanSettings) -> str:
+    return json.dumps(dict(settings.config), sort_keys=True)
 
 
 class _PhasedPrefill(LayerMajorPrefill):
