@@ -369,6 +369,12 @@ def card(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def _write(result: dict[str, Any], path: Path | None) -> None:
+    """After each check, so that what follows cannot cost what is there."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
@@ -386,10 +392,17 @@ def main() -> None:
         parser.exit(2, "error: there is no GPU that works, and these shapes are for one\nhint: use --small\n")
     result: dict[str, Any] = {"schema": 1, "date": datetime.date.today().isoformat(), "on": card(bench.device)}
     seconds: dict[str, float] = {}
+    try:
+        _write(result, arguments.json)
+    except OSError as error:
+        parser.exit(2, f"error: {arguments.json} cannot be written: {error.strerror}\nhint: give another --json\n")
     for name in ("exactness", "kept_sets", "oom_ladder", "plan_and_speed"):
         started = time.perf_counter()
         try:
             found = getattr(bench, name)()
+        except KeyboardInterrupt:
+            bench.missed.append(f"{name} and what follows: interrupted")
+            break
         except (RuntimeError, MemoryError, ValueError, TideError) as error:  # must not cost the other checks
             bench.missed.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")
         else:
@@ -399,8 +412,7 @@ def main() -> None:
         seconds[name] = round(time.perf_counter() - started, 1)
         print(f"{name}: {seconds[name]} s", file=sys.stderr)
         result |= {"seconds": {**seconds, "all": round(time.perf_counter() - began, 1)}, "missed": bench.missed}
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        _write(result, arguments.json)
     if arguments.json is None:
         print(json.dumps(result, indent=1))
     for line in bench.missed:

@@ -157,7 +157,7 @@ def open_snapshot(hub_id: HubId, listings: Path, offline: bool, note: Note, agai
 
     `listings` is where lists of files are kept. Raises `ModelError` where the config cannot be fetched.
     """
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, is_offline_mode
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     with _failures_named(hub_id, offline, _CONFIG):
@@ -169,7 +169,8 @@ def open_snapshot(hub_id: HubId, listings: Path, offline: bool, note: Note, agai
                 if offline:
                     raise
         if config is None:
-            note(f"fetching the config of {hub_id} from the hub")
+            if not is_offline_mode():  # else what follows says that nothing is fetched
+                note(f"fetching the config of {hub_id} from the hub")
             _reach(hub_id)
             config = hf_hub_download(hub_id.repository, _CONFIG, revision=hub_id.revision, force_download=again)
     directory = Path(config).parent

@@ -240,6 +240,8 @@ def _architecture(values: _Values) -> str:
     architecture, kind = (values.texts("architectures") or ["none stated"])[0], values.config.get("model_type")
     if not isinstance(kind, str) or SUPPORTED.get(kind) != architecture:
         why = REFUSED.get(kind) if isinstance(kind, str) else None
+        if why is None and isinstance(values.config.get("text_config"), dict):
+            why = "its config is of several models, one of them for text, and only one for text alone is run"
         known = architecture in SUPPORTED.values()
         raise ModelError(
             f"{values.source} is of architecture {architecture}, model_type {kind}, which is not supported"

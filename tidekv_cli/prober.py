@@ -45,8 +45,6 @@ class Prober:
         request, wanted, environ = self._request, self._wanted, self._environment.environ
         if wanted.arguments and request.json:
             raise UsageError("--args and --json exclude each other", "drop one of them")
-        if any(context < 1 for context in wanted.contexts):
-            raise UsageError(f"--context {min(wanted.contexts)} is impossible", "give numbers of tokens, at least 1")
         model = Model(request, environ, self._reporter.note, self._reporter.warning, compute=False)
         name, setup, fitter = model.name, model.setup, model.fitter
         if wanted.verify and setup.elsewhere:
@@ -121,6 +119,12 @@ def _check_lengths(planner: Planner, wanted: ProbeRequest) -> None:
         raise WindowError(
             f"{new} new tokens leave no room for a prompt in the model's window of {window}",
             "use a smaller --max-new-tokens",
+        )
+    shortest = min(wanted.contexts, default=new + 1)
+    if shortest <= new:
+        raise UsageError(
+            f"--context {shortest} leaves no prompt beside {new} new tokens",
+            f"give at least {new + 1} tokens, or a smaller --max-new-tokens",
         )
     longest = max(wanted.contexts, default=0)
     if longest > _LONGEST_SIMULATED and (wanted.simulate or planner.bends):

@@ -237,7 +237,8 @@ def _largest(plan: Plan) -> str:
     return (
         f"maximum feasible context  {limit} tokens (prompt {max(limit - new, 0)} and {new} new),"
         f" limited by {'the window' if by_window else 'memory'}"
-        f" (by memory alone {plan.memory_context_tokens}){raised}"
+        f" (by memory alone {'at least ' if plan.memory_prompt_tokens == window else ''}{plan.memory_context_tokens})"
+        f"{raised}"
     )
 
 
