@@ -13,7 +13,7 @@ from typing import Annotated, TextIO
 import typer
 import typer.main
 
-from tidekv_cli import __version__
+from tidekv_cli import __version__, interrupts
 from tidekv_cli.commands.devices import devices
 from tidekv_cli.commands.methods import methods
 from tidekv_cli.commands.models import models
@@ -22,7 +22,6 @@ from tidekv_cli.commands.profiles import profiles
 from tidekv_cli.commands.run import run
 from tidekv_cli.environment import Environment
 from tidekv_cli.errors import ExitCode, Interrupted, MemoryExhaustedError, TideError, UsageError, is_out_of_memory
-from tidekv_cli.interrupts import just_interrupted
 
 app = typer.Typer(
     name="tidekv",
@@ -55,7 +54,7 @@ def _root(
 
 
 def main(arguments: Sequence[str], environment: Environment) -> int:
-    """Run the command line; returns the exit code and never raises."""
+    """Run the command line; returns the exit code. Raises nothing but what follows from a signal."""
     try:
         return _dispatch(arguments, environment)
     except BrokenPipeError:
@@ -65,8 +64,8 @@ def main(arguments: Sequence[str], environment: Environment) -> int:
     except Exception as error:
         if environment.environ.get("TIDEKV_TRACEBACK"):
             traceback.print_exc(file=environment.stderr)
-        if just_interrupted():
-            return _failed(Interrupted("interrupted", "start it again"), arguments, environment)
+        if interrupts.pending() is not None:
+            raise  # a consequence of the signal, which is told of above
         if isinstance(error, TideError):
             return _failed(error, arguments, environment)
         if is_out_of_memory(error):

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import sys
 
-from tidekv_cli.interrupts import ignore_interrupts, just_interrupted, listen
+from tidekv_cli import interrupts
 
 
 def main() -> None:
     """Run the command line of this process, to its exit code."""
-    listen()
+    interrupts.listen()
     try:
         from tidekv_cli.cli import entry_point
 
         code = entry_point()
-    except KeyboardInterrupt:
-        code = _interrupted()
-    except Exception:
-        if not just_interrupted():
+    except (Exception, KeyboardInterrupt):
+        found = interrupts.pending()
+        if found is None:
             raise
-        code = _interrupted()
-    ignore_interrupts()  # Python's own end is not to be disturbed
+        interrupts.settle()
+        if isinstance(found, SystemExit):
+            raise found from None
+        from tidekv_cli.cli import interrupted
+
+        code = interrupted()
+    finally:
+        interrupts.settle()  # Python's own end is not to be disturbed
     sys.exit(code)
-
-
-def _interrupted() -> int:
-    """Before the command line was read."""
-    ignore_interrupts()
-    from tidekv_cli.cli import interrupted
-
-    return interrupted()

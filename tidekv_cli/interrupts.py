@@ -1,41 +1,62 @@
-"""Signals: the first ends what is done, and what it began is not disturbed. Knows no other module."""
+"""Signals end what is done, wherever they meet the program. Knows no other module.
+
+Not in the middle of an import: libraries take what is raised there for a module that is missing, or abort. Elsewhere it
+may be swallowed too, so it is raised again until the program says that it has heard.
+"""
 
 from __future__ import annotations
 
 import signal
-import sys
-import time
 from types import FrameType
 
-_ONE_PRESS_S = 2.0  # signals so close together are one
-_interrupted_at: float | None = None
+_AGAIN_S = 3.0  # long enough for what the first time began to come to its end
+_AFTER_IMPORT_S = 0.05
+_pending: BaseException | None = None
 
 
 def listen() -> None:
-    """From here on Ctrl-C is a `KeyboardInterrupt`; one that a library swallowed may be pressed again."""
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _terminate)
+    """From here on Ctrl-C is a `KeyboardInterrupt`, and SIGTERM and SIGHUP are a `SystemExit` with their code."""
+    signal.signal(signal.SIGINT, _heard)
+    signal.signal(signal.SIGTERM, _heard)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-        signal.signal(signal.SIGHUP, _terminate)
+        signal.signal(signal.SIGHUP, _heard)
+    signal.signal(signal.SIGALRM, _again)
 
 
-def ignore_interrupts() -> None:
-    """From here on nothing is worth interrupting."""
+def pending() -> BaseException | None:
+    """What a signal has raised, if it has not come to the program's end yet: other exceptions are its consequences."""
+    return _pending
+
+
+def settle() -> None:
+    """It has come there; nothing after that is worth interrupting."""
+    global _pending
+    _pending = None
+    signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def just_interrupted() -> bool:
-    """Whether Ctrl-C was pressed just now: libraries make other errors of it while they are imported."""
-    return _interrupted_at is not None and time.monotonic() - _interrupted_at < _ONE_PRESS_S
+def _heard(number: int, frame: FrameType | None) -> None:
+    global _pending
+    if _pending is None:  # what the first signal began is not disturbed
+        _pending = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+        _again(number, frame)
 
 
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    global _interrupted_at
-    if not just_interrupted():
-        _interrupted_at = time.monotonic()
-        raise KeyboardInterrupt
+def _again(_number: int, frame: FrameType | None) -> None:
+    if _pending is None:
+        return
+    if _importing(frame):
+        signal.setitimer(signal.ITIMER_REAL, _AFTER_IMPORT_S)
+        return
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    raise _pending
 
 
-def _terminate(number: int, _frame: FrameType | None) -> None:
-    """Leave by an exception, so that half-written files are removed."""
-    sys.exit(128 + number)
+def _importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported in `frame` or one of those that called it."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
