@@ -28,7 +28,7 @@ import torch
 import transformers
 
 from tidekv_cli.device import detect_device
-from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings
@@ -79,7 +79,7 @@ class Bench:
     def settings(self, schedule: str, chunk: int) -> PrefillSettings:
         """SnapKV at the paper's window, uniform budget, the profile's score block."""
         block = self.profile.score_block
-        return PrefillSettings(schedule, SnapKV(), Uniform(self.budget), FlashCPU(), chunk, block, NEW_TOKENS)
+        return PrefillSettings(schedule, SnapKV(), uniform(self.budget), FlashCPU(), chunk, block, NEW_TOKENS)
 
     def ours(self, schedule: str, chunk: int, ids: list[int] | None = None) -> Prefilled:
         """As `tidekv run` prefills, its live-tensor meter included."""

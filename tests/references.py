@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from tidekv_cli.engine.scoring import Observation
-from tidekv_cli.engine.selectors import LayerView, Selection
+from tidekv_cli.engine.observation import Observation
+from tidekv_cli.engine.selectors import LayerView, Selection, Selector
 
 
 def dense_scores(keys: Tensor, seen: Observation, prefix: int, kernel: int, pooling: str) -> Tensor:
@@ -54,7 +54,7 @@ def dense_snapkv(
 
 
 @dataclass
-class Recorder:
+class Recorder(Selector):
     """A selector that passes on to another and keeps what it was shown; keys are copied."""
 
     inner: Any

@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from tests.references import plain_greedy, plain_logits, plain_steps_with_kept_rows
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.attention import Eager
-from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
@@ -25,7 +25,7 @@ LENGTH = 150
 
 
 def settings(chunk: int, budget: int = LENGTH, schedule: str = "tide", attention: Any = None) -> PrefillSettings:
-    return PrefillSettings(schedule, SnapKV(), Uniform(budget), attention or FlashCPU(), chunk, 64, 64)
+    return PrefillSettings(schedule, SnapKV(), uniform(budget), attention or FlashCPU(), chunk, 64, 64)
 
 
 @pytest.fixture

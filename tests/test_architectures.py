@@ -24,7 +24,7 @@ from tests.references import CutCache, cache_keyword, logits_after, storage_byte
 from tidekv_cli.architectures import OLDEST, REFUSED, SINCE, SUPPORTED, release_needed
 from tidekv_cli.assembly import engine_settings
 from tidekv_cli.engine.backends import attention_backend
-from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
@@ -52,7 +52,7 @@ def prompt_ids(seed: int = 1) -> list[int]:
 
 
 def settings(chunk: int, budget: int = LENGTH) -> PrefillSettings:
-    return PrefillSettings("tide", SnapKV(window=8), Uniform(budget), FlashCPU(), chunk, 64, NEW)
+    return PrefillSettings("tide", SnapKV(window=8), uniform(budget), FlashCPU(), chunk, 64, NEW)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.references import plain_greedy, plain_steps_with_kept_rows
-from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.decode import Sampler
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
@@ -73,7 +73,7 @@ def test_generation_ends_before_any_end_token_and_outgrows_its_slack(tiny_model:
     model = tiny_model()
     ids = torch.randint(0, 128, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     expected = plain_greedy(model, ids, 30)
-    settings = PrefillSettings("tide", SnapKV(), Uniform(40), FlashCPU(), 16, 64, 2)  # slack for 2, then growth
+    settings = PrefillSettings("tide", SnapKV(), uniform(40), FlashCPU(), 16, 64, 2)  # slack for 2, then growth
     session = Session(model, frozenset())
     assert list(session.generate(session.prefill(ids, settings)[0], SamplingSettings(), 30)) == expected
     end = frozenset({expected[7], expected[20]})
@@ -85,7 +85,7 @@ def test_generation_ends_before_any_end_token_and_outgrows_its_slack(tiny_model:
 @pytest.mark.parametrize("limit", [0, 1, 5])
 def test_the_limit_and_what_joins_the_cache(tiny_model: Callable[..., Any], limit: int) -> None:
     session = Session(tiny_model(), frozenset())
-    prompt, _ = session.prefill(list(range(50)), PrefillSettings("tide", SnapKV(8), Uniform(20), FlashCPU(), 16, 64, 9))
+    prompt, _ = session.prefill(list(range(50)), PrefillSettings("tide", SnapKV(8), uniform(20), FlashCPU(), 16, 64, 9))
     assert len(list(session.generate(prompt, SamplingSettings(), limit))) == limit
     joined = max(limit - 1, 0)  # nothing asks what follows the last token
     assert [store.length for store in prompt.cache] == [20 + joined] * 2
@@ -95,7 +95,7 @@ def test_positions_go_on_at_the_prompts_end_after_eviction(tiny_model: Callable[
     model = tiny_model()
     ids = torch.randint(0, 128, (90,), generator=torch.Generator().manual_seed(2)).tolist()
     session = Session(model, frozenset())
-    prompt, _ = session.prefill(ids, PrefillSettings("tide", SnapKV(8), Uniform(20), FlashCPU(), 16, 64, 4))
+    prompt, _ = session.prefill(ids, PrefillSettings("tide", SnapKV(8), uniform(20), FlashCPU(), 16, 64, 4))
     tokens = list(session.generate(prompt, SamplingSettings(), 12))
     assert tokens[0] == int(prompt.logits.argmax())
     expected = plain_steps_with_kept_rows(model, ids, prompt.kept, tokens[:-1])
@@ -104,7 +104,7 @@ def test_positions_go_on_at_the_prompts_end_after_eviction(tiny_model: Callable[
 
 def test_a_prompt_is_generated_from_once(tiny_model: Callable[..., Any]) -> None:
     session = Session(tiny_model(), frozenset())
-    prompt, _ = session.prefill(list(range(40)), PrefillSettings("tide", SnapKV(), Uniform(36), FlashCPU(), 16, 64, 8))
+    prompt, _ = session.prefill(list(range(40)), PrefillSettings("tide", SnapKV(), uniform(36), FlashCPU(), 16, 64, 8))
     assert len(list(session.generate(prompt, SamplingSettings(), 4))) == 4
     with pytest.raises(ValueError, match="has been generated from"):
         next(session.generate(prompt, SamplingSettings(), 4))
@@ -112,7 +112,7 @@ def test_a_prompt_is_generated_from_once(tiny_model: Callable[..., Any]) -> None
 
 def test_kept_positions_are_held_on_request_only(tiny_model: Callable[..., Any]) -> None:
     session = Session(tiny_model(), frozenset())
-    settings = PrefillSettings("tide", SnapKV(), Uniform(36), FlashCPU(), 16, 64, 8)
+    settings = PrefillSettings("tide", SnapKV(), uniform(36), FlashCPU(), 16, 64, 8)
     asked, _ = session.prefill(list(range(60)), settings)
     unasked, _ = session.prefill(list(range(60)), replace(settings, record_kept=False))
     assert len(asked.kept) == 2 and unasked.kept == [] and torch.equal(asked.logits, unasked.logits)

@@ -7,6 +7,7 @@ import torch
 
 from tidekv_cli.engine.attention import PLAIN, Eager
 from tidekv_cli.engine.flash_cpu import FlashCPU
+from tidekv_cli.engine.selectors import Selection
 from tidekv_cli.engine.stores.dense import DenseStore
 
 
@@ -16,7 +17,7 @@ def test_store_append_and_attend(slack: int, rows: int) -> None:
     draw = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(1, 2, 20, 8, generator=draw) for _ in range(2))
     indices = torch.tensor([[0, 3, 19], [1, 2, 4]])
-    store = DenseStore(keys, values, indices, slack, FlashCPU())
+    store = DenseStore(keys, values, Selection(indices), slack, FlashCPU())
     assert store.nbytes == 2 * 2 * (3 + slack) * 8 * 4
     gathered = [torch.stack([t[0, h, indices[h]] for h in range(2)])[None] for t in (keys, values)]
     for _ in range(5):
@@ -29,7 +30,7 @@ def test_store_append_and_attend(slack: int, rows: int) -> None:
 
 def test_growth_is_by_half_and_slack_is_not_copied() -> None:
     rows, new = torch.randn(1, 2, 30, 8), torch.randn(1, 2, 1, 8)
-    store = DenseStore(rows, rows, torch.arange(20).expand(2, -1), 2, FlashCPU())
+    store = DenseStore(rows, rows, Selection(torch.arange(20).expand(2, -1)), 2, FlashCPU())
     held, sizes = store.nbytes, []
     first = store.keys.data_ptr()
     for _ in range(20):
@@ -44,7 +45,7 @@ def test_growth_is_by_half_and_slack_is_not_copied() -> None:
 
 def test_the_store_does_not_hold_on_to_the_full_rows() -> None:
     rows = torch.randn(1, 2, 30, 8)
-    store = DenseStore(rows, rows, torch.arange(30).expand(2, -1), 0, FlashCPU())
+    store = DenseStore(rows, rows, Selection(torch.arange(30).expand(2, -1)), 0, FlashCPU())
     expected = rows.clone()
     rows.zero_()
     assert torch.equal(store.keys, expected) and torch.equal(store.values, expected)
@@ -53,7 +54,7 @@ def test_the_store_does_not_hold_on_to_the_full_rows() -> None:
 def test_half_precision_is_kept_bit_for_bit() -> None:
     rows = torch.randn(1, 2, 30, 8).bfloat16()
     indices = torch.tensor([[0, 7, 29], [3, 4, 5]])
-    store = DenseStore(rows, -rows, indices, 3, FlashCPU())
+    store = DenseStore(rows, -rows, Selection(indices), 3, FlashCPU())
     assert store.keys.dtype == torch.bfloat16 and store.nbytes == 2 * 2 * 6 * 8 * 2
     for head in range(2):
         assert torch.equal(store.keys[0, head], rows[0, head, indices[head]])

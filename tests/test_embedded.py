@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.references import Recorder, dense_snapkv, heads_that_differ, plain_greedy, plain_logits
-from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
@@ -18,7 +18,7 @@ TOKENS = 2100
 
 
 def settings(chunk: int, block: int, budget: int, selector: Any = None, schedule: str = "tide") -> PrefillSettings:
-    return PrefillSettings(schedule, selector or SnapKV(), Uniform(budget), FlashCPU(), chunk, block, 64)
+    return PrefillSettings(schedule, selector or SnapKV(), uniform(budget), FlashCPU(), chunk, block, 64)
 
 
 @pytest.fixture(scope="module")

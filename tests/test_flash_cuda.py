@@ -13,7 +13,7 @@ from tests.test_attention import RULES, by_definition
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.attention import PLAIN, Attention, Eager, Rule
 from tidekv_cli.engine.backends import attention_backend, failure, simulated_backend
-from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.decode import next_logits, sampling_weights
 from tidekv_cli.engine.flash_cuda import Efficient, Flash
 from tidekv_cli.engine.masks import Visible
@@ -165,7 +165,7 @@ def test_all_stays_on_the_models_device(kind: str, name: str) -> None:
     ids = torch.zeros(1, 90, dtype=torch.long, device="meta")
     for schedule in ("tide", "oneshot"):
         backend = simulated_backend(name, "cuda")
-        settings = PrefillSettings(schedule, SnapKV(window=8), Uniform(30), backend, 32, 16, 4)
+        settings = PrefillSettings(schedule, SnapKV(window=8), uniform(30), backend, 32, 16, 4)
         prompt = LayerMajorPrefill(adapter, ids, settings).run()
         held = [prompt.logits, *prompt.kept, *(store.keys for store in prompt.cache)]
         weights = sampling_weights(next_logits(adapter, prompt, 0, 90), SamplingSettings(1.0, 0.5))

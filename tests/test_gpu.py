@@ -9,7 +9,7 @@ import torch
 
 from tests.references import plain_logits
 from tidekv_cli.engine.backends import attention_backend, failure
-from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.selectors.snapkv import SnapKV
 from tidekv_cli.engine.session import Session
@@ -30,6 +30,6 @@ def test_backends_give_what_plain_attention_does(name: str, heads: tuple[int, in
 def test_the_whole_cache_gives_the_plain_models_logits(tiny_model: Any, name: str, schedule: str) -> None:
     ids = list(range(100)) * 3
     expected = plain_logits(tiny_model(), ids)
-    settings = PrefillSettings(schedule, SnapKV(), Uniform(len(ids)), attention_backend(name, "cuda"), 64, 64, 4)
+    settings = PrefillSettings(schedule, SnapKV(), uniform(len(ids)), attention_backend(name, "cuda"), 64, 64, 4)
     prompt, _ = Session(tiny_model().to("cuda"), frozenset()).prefill(ids, settings)
     assert (prompt.logits.cpu() - expected).abs().max() <= 1e-4 * expected.abs().max()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.memory import attempt, release_unused
 from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings
@@ -72,7 +72,7 @@ def site() -> tuple[Any, ...]:
 
 
 def settings(schedule: str, chunk: int = 512, block: int = 512) -> PrefillSettings:
-    return PrefillSettings(schedule, SnapKV(), Uniform(BUDGET), FlashCPU(), chunk, block, 4)
+    return PrefillSettings(schedule, SnapKV(), uniform(BUDGET), FlashCPU(), chunk, block, 4)
 
 
 def prompt_ids() -> list[int]:

@@ -17,7 +17,7 @@ from tests.references import (
     plain_steps_with_kept_rows,
     storage_bytes,
 )
-from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings, chunk_borders
@@ -32,7 +32,7 @@ SELECTORS = [SnapKV(window=8), SnapKV(window=8, sinks=3, pool="avg", pool_kernel
 
 
 def settings(selector: Any, budget: int, chunk: int = 32, schedule: str = "tide", slack: int = 4) -> PrefillSettings:
-    return PrefillSettings(schedule, selector, Uniform(budget), FlashCPU(), chunk, 64, slack)
+    return PrefillSettings(schedule, selector, uniform(budget), FlashCPU(), chunk, 64, slack)
 
 
 def random_ids(length: int, seed: int = 0) -> list[int]:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tests.references import dense_snapkv
 from tidekv_cli.engine.meter import LiveMeter
-from tidekv_cli.engine.scoring import Observation, Observer, StreamingTopK, pool_scores, window_lse, window_scores
+from tidekv_cli.engine.observation import Observation, WindowObserver
+from tidekv_cli.engine.scoring import StreamingTopK, pool_scores, window_lse, window_scores
 from tidekv_cli.engine.selectors import LayerView
 from tidekv_cli.engine.selectors.snapkv import SnapKV
 
@@ -233,11 +234,11 @@ def test_two_passes_keep_what_one_keeps(seed: int, block: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 3, 8, 50])
 def test_the_observer_joins_chunks_shorter_than_the_window(chunk: int) -> None:
     queries, lse = torch.randn(1, 4, 50, 8), torch.randn(1, 4, 50)
-    observer = Observer(8, 50)
+    observer = WindowObserver(8, 50)
     for _ in range(2):  # the second layer starts empty
         for start in range(0, 50, chunk):
             stop = min(start + chunk, 50)
-            observer.catch(queries[:, :, start:stop], lse[:, :, start:stop], start, 0.5)
+            observer.catch(queries[:, :, start:stop], queries[:, :, :stop], lse[:, :, start:stop], start, 0.5)
         seen = observer.take()
         assert torch.equal(seen.queries, queries[0, :, 42:])
         assert seen.lse is not None and torch.equal(seen.lse, lse[0, :, 42:])

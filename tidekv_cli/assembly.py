@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tidekv_cli.engine.attention import Attention
-from tidekv_cli.engine.budgets import Uniform
+from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.methods import SELECTORS
 from tidekv_cli.plan_settings import PlanSettings
@@ -16,7 +16,7 @@ def engine_settings(settings: PlanSettings, length: int, attention: Attention) -
     return PrefillSettings(
         schedule=settings.method.schedule,
         selector=SELECTORS[settings.method.selector].build(settings.selector_settings),
-        policy=Uniform(length if settings.budget_tokens is None else settings.budget_tokens),
+        policy=uniform(length if settings.budget_tokens is None else settings.budget_tokens),
         attention=attention,
         chunk_size=settings.chunk_size,
         score_block=settings.score_block,

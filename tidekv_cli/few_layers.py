@@ -43,15 +43,6 @@ class FewLayers:
     weight_bytes: int
     config: Mapping[str, Any]
 
-    def left_out_before(self, place: int) -> Iterator[tuple[int, int]]:
-        """For each stand-in, how many layers of its kind are left out before the layer at `place` in `kept`.
-
-        At the end of `kept` that is all of them.
-        """
-        stop = self.kept[place] if place < len(self.kept) else len(self.stand_ins)
-        left_out = [self.stand_ins[layer] for layer in range(stop) if layer not in self.kept]
-        return ((stand_in, left_out.count(stand_in)) for stand_in in sorted(set(left_out)))
-
 
 @contextmanager
 def fake_tensors(config: Mapping[str, Any]) -> Iterator[None]:

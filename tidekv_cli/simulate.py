@@ -20,10 +20,13 @@ from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.backends import simulated_backend
 from tidekv_cli.engine.decode import next_logits, sampling_weights
 from tidekv_cli.engine.kernel_limits import MOST_HEAD_DIM
+from tidekv_cli.engine.masks import Visible
 from tidekv_cli.engine.meter import LiveMeter
+from tidekv_cli.engine.observation import Observation
 from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
-from tidekv_cli.few_layers import fake_tensors, few_layers
+from tidekv_cli.few_layers import FewLayers, fake_tensors, few_layers
+from tidekv_cli.left_out import LeftOut
 from tidekv_cli.model_spec import traits_of
 from tidekv_cli.plan_settings import PlanSettings, Regimes
 
@@ -54,22 +57,21 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
         meter.watch([ids, *few.model.buffers()], ledger.WORKSPACE)
         engine = engine_settings(settings, length, simulated_backend(settings.attention, settings.device_type))
         adapter = ModelAdapter(few.model)
-        prefill = _PhasedPrefill(adapter, ids, engine, meter)
+        prefill = _PhasedPrefill(adapter, ids, engine, meter, few)
         tail = prefill.last_chunks[-1][1] - max(settings.window, 1)
         prefill.chunks, prefill.last_chunks = _unlike(prefill.chunks, tail), _unlike(prefill.last_chunks, tail)
         with meter:
             prompt = prefill.run()
-            phases, cached = prefill.phases, prefill.cached_before
+            phases, left_out = prefill.phases, prefill.left_out
             del prefill  # and what it holds
             meter.restart_peak()
             more = max(settings.max_new_tokens - 2, 0)
             for store in prompt.cache:  # as it is when the last new token but one goes in
-                store.length += more
+                store.pretend(more)
             sampling_weights(next_logits(adapter, prompt, 0, length + more), _SAMPLING)
             phases.append(meter.peak)
-    for number, phase in enumerate(phases):
-        for stand_in, count in few.left_out_before(number // 2):
-            phase[ledger.CACHE] += (cached[stand_in + 1] - cached[stand_in]) * count
+        for number, phase in enumerate(phases):
+            phase[ledger.CACHE] += left_out.bytes_before(number // 2)
     return [{**phase, ledger.WEIGHTS: few.weight_bytes} for phase in phases]
 
 
@@ -88,13 +90,16 @@ def _as_json(settings: PlanSettings) -> str:
 class _PhasedPrefill(LayerMajorPrefill):
     """Notes the peak of each phase: phase 2 l is the chunks of layer l, phase 2 l + 1 its eviction, the last logits.
 
-    `cached_before` is the bytes that layers had left in the cache when each began.
+    `left_out` knows what the layers that are not run would hold.
     """
 
-    def __init__(self, adapter: ModelAdapter, ids: Tensor, settings: PrefillSettings, meter: LiveMeter) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, ids: Tensor, settings: PrefillSettings, meter: LiveMeter, few: FewLayers
+    ) -> None:
+        self._few = few
         super().__init__(adapter, ids, settings)
+        self.left_out = LeftOut(few, settings, self._shared_out, self._places, meter.granularity)
         self.phases: list[dict[str, int]] = []
-        self.cached_before: list[int] = []
         self._meter = meter
         self._layers_done = 0
 
@@ -107,9 +112,17 @@ class _PhasedPrefill(LayerMajorPrefill):
         elif sum(peak.values()) > sum(self.phases[phase].values()):
             self.phases[phase] = peak
 
-    def _layer(self, layer: int, layers: int) -> Tensor | None:
-        self.cached_before.append(self._meter.live[ledger.CACHE])
-        return super()._layer(layer, layers)
+    def _visibles(self) -> list[Visible]:
+        kept = super()._visibles()
+        return [kept[stand_in] for stand_in in self._few.stand_ins]
+
+    def _number(self, layer: int) -> int:
+        return self._few.kept[layer]
+
+    def _compress(self, observation: Observation | None, budget: int) -> None:
+        before = self._meter.live[ledger.CACHE]
+        super()._compress(observation, budget)
+        self.left_out.ran(self._active, self._cache[-1].length, self._meter.live[ledger.CACHE] - before)
 
     def _chunk(self, layer: int, start: int, stop: int, last: bool) -> Tensor | None:
         hidden = super()._chunk(layer, start, stop, last)

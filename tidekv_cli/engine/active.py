@@ -12,7 +12,7 @@ from tidekv_cli.engine.adapter import KeysOnlyError
 from tidekv_cli.engine.attention import PLAIN, Attention, Rule
 from tidekv_cli.engine.ledger import ACTIVE_KV, book
 from tidekv_cli.engine.masks import CAUSAL
-from tidekv_cli.engine.scoring import Observer
+from tidekv_cli.engine.observation import Observer
 
 
 class ActiveKV:
@@ -91,7 +91,8 @@ class ActiveKV:
         self.rule = rule
         out, lse = self._attention.attend(queries, self.keys, self.values, scale, rule)
         if self._observer is not None and rule.visible.everything:
-            self._observer.catch(queries, lse, self._length - queries.shape[2], scale, rule.softcap)
+            start = self._length - queries.shape[2]
+            self._observer.catch(queries, self.keys, lse, start, scale, rule.softcap)
         if self.after_attention is not None:
             self.after_attention()
         return out

@@ -121,6 +121,7 @@ class ModelAdapter:
         self._cache = _ReplayCache()
         self._rotary = MovingRotary(model)
         self._longest: int | None = None
+        self._visibles: list[Visible] | None = None
         self.name = name = f"tidekv_{next(_names)}"  # of the attention that the model was given
         AttentionInterface.register(name, _attention_of(weakref.ref(self)))
         AttentionMaskInterface.register(name, _mask)
@@ -148,6 +149,13 @@ class ModelAdapter:
 
     def _whole_prompt_seen(self) -> AbstractContextManager[None]:
         return nullcontext() if self._longest is None else self._rotary.seeing(self._longest)
+
+    def visibles(self) -> list[Visible]:
+        """Which keys the queries of each layer see, as the model tells its layers."""
+        if self._visibles is None:
+            ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+            self._visibles = [_visible_in(self.record(ids, 0, layer)) for layer in range(len(self.layers))]
+        return self._visibles
 
     def record(self, ids: Tensor, start: int, layer: int) -> LayerCall:
         """What `layer` would be given for tokens `ids` [1, n] at positions start..start+n.
@@ -214,6 +222,11 @@ class ModelAdapter:
         finally:
             for attributes in tapped:
                 attributes.pop("forward", None)
+
+
+def _visible_in(call: LayerCall) -> Visible:
+    given = (*call.args, *call.kwargs.values())
+    return next((value for value in given if isinstance(value, Visible)), CAUSAL)
 
 
 def _unlike_others(model: PreTrainedModel, what: str) -> ModelError:

@@ -31,7 +31,7 @@ class LiveMeter(TorchDispatchMode):
         self.peak_bytes = 0
         self.live = dict.fromkeys(ledger.ITEMS, 0)
         self.peak = dict(self.live)
-        self._granularity = granularity
+        self.granularity = granularity
         self._known: dict[int, weakref.ref[Any]] = {}
         self._booked: dict[int, tuple[str, int]] = {}
 
@@ -70,7 +70,7 @@ class LiveMeter(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        nbytes = -(-storage.nbytes() // self._granularity) * self._granularity
+        nbytes = -(-storage.nbytes() // self.granularity) * self.granularity
         known, booked, live = self._known, self._booked, self.live
 
         def freed(_: Any) -> None:

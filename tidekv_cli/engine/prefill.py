@@ -8,8 +8,8 @@ oneshot  the whole prompt as one chunk, K and V held as computed, eviction right
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,13 @@ from tidekv_cli.engine.active import ActiveKV
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.attention import Attention
 from tidekv_cli.engine.bridge import Bridge
-from tidekv_cli.engine.budgets import BudgetPolicy
+from tidekv_cli.engine.budgets import BudgetPolicy, Layers
 from tidekv_cli.engine.ledger import CACHE, SCORING, births_booked, book
+from tidekv_cli.engine.masks import Visible
 from tidekv_cli.engine.memory import attempt, release_unused
-from tidekv_cli.engine.scoring import Observation, Observer
+from tidekv_cli.engine.observation import Observation
 from tidekv_cli.engine.selectors import LayerView, Selection, Selector, shared_by_heads, span
+from tidekv_cli.engine.stores import MakeStore, Store
 from tidekv_cli.engine.stores.dense import DenseStore
 
 # (chunks done, chunks in all)
@@ -46,18 +48,20 @@ class PrefillSettings:
     score_block: int
     slack: int
     record_kept: bool = True
+    store: MakeStore = DenseStore
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """A compact cache with one store a layer, and the next token's logits [V] in float32. Generated from once only.
 
-    `kept` holds each layer's positions [Hkv, K], int64, ascending, where they were asked for. Times are in seconds;
-    `scoring_s` is choosing what stays. `lowered` says what was made smaller on the way, for want of memory.
+    `kept` holds each layer's positions, int64, ascending, where they were asked for: [Hkv, K], or a list by head where
+    heads keep different numbers. Times are in seconds; `scoring_s` is choosing what stays. `lowered` says what was made
+    smaller on the way, for want of memory.
     """
 
-    cache: list[DenseStore]
-    kept: list[Tensor]
+    cache: list[Store]
+    kept: list[Tensor | list[Tensor]]
     logits: Tensor
     length: int
     prefill_s: float
@@ -83,18 +87,22 @@ class LayerMajorPrefill:
         self._shortage = shortage or (lambda tokens: None)
         self._length = ids.shape[1]
         self._whole = settings.schedule == "oneshot"
-        window = min(settings.selector.window, self._length)
+        self._observer = settings.selector.observer(self._length)
         # Nothing reads the last layer but the last token and the observation queries; before them K and V suffice.
-        self._tail = self._length - max(window, 1)
-        self._observer = Observer(window, self._length) if window else None
+        self._tail = min(self._length if self._observer is None else self._observer.first, self._length - 1)
         size = self._length if self._whole else settings.chunk_size
         self.last_chunks = chunk_borders(self._length, size, self._tail)  # (start, stop) of each, in the last layer
         self.chunks = [(0, self._length)] if self._whole else self.last_chunks  # in every other layer
-        longest = self._length + settings.slack
-        self._active = ActiveKV(settings.attention, self._observer, self._length, not self._whole, longest)
+        self._longest = self._length + settings.slack
+        self._active = ActiveKV(settings.attention, self._observer, self._length, not self._whole, self._longest)
         self._bridge = Bridge(self._length)
-        self._cache: list[DenseStore] = []
-        self._kept: list[Tensor] = []
+        self._cache: list[Store] = []
+        self._selections: list[Selection | None] = []  # of the stores, where they are needed later
+        mandatory, budget = settings.selector.mandatory_tokens, settings.policy.budget
+        self._places = _places(self._visibles(), self._longest)
+        count = sum(place is not None for place in self._places)
+        self._shared_out = Layers(count, self._length, mandatory, budget)
+        self._budgets = settings.policy.layers.begin(self._shared_out)
         self._chunk_size, self._score_block = settings.chunk_size, settings.score_block
         self._tried: tuple[int, int] | None = None  # a chunk that can only be tried again
         self._scoring_s = 0.0
@@ -124,7 +132,16 @@ class LayerMajorPrefill:
             self.adapter.bind(())
             self._active.after_attention = None  # else the two hold each other, and bridge and KV with them
         seconds = time.perf_counter() - began
-        return Prefilled(self._cache, self._kept, logits, self._length, seconds, self._scoring_s, tuple(self._lowered))
+        kept = [] if not self._settings.record_kept else [_positions(selection) for selection in self._selections]
+        return Prefilled(self._cache, kept, logits, self._length, seconds, self._scoring_s, tuple(self._lowered))
+
+    def _visibles(self) -> list[Visible]:
+        """Of each layer of the whole model."""
+        return self.adapter.visibles()
+
+    def _number(self, layer: int) -> int:
+        """Of the `layer`th that is run, in the whole model."""
+        return layer
 
     def _layer(self, layer: int, layers: int) -> Tensor | None:
         """One layer over all chunks; hidden states [1, n, d] after the last of them."""
@@ -143,7 +160,7 @@ class LayerMajorPrefill:
                 pending = self._smaller(pending, shortage)
         return hidden
 
-    def _insist(self, step: Callable[[], Tensor | Observation]) -> Any:
+    def _insist(self, step: Callable[[], Any]) -> Any:
         """What `step` returns, tried once more where memory runs out."""
         result, shortage = attempt(step)
         if shortage is not None:
@@ -183,14 +200,17 @@ class LayerMajorPrefill:
 
     def _evict(self) -> None:
         """Keep the active layer's budget of rows in a store of its own and let go of the rest."""
-        observation = None
-        if self._observer is not None and self._active.rule.visible.everything:
-            observation = self._insist(self._observer.take)
+        observation, rows = None, [self._length]
+        if self._active.rule.visible.everything:
+            if self._observer is not None:
+                observation = self._insist(self._observer.take)
+            if self._length > self._settings.selector.mandatory_tokens:
+                rows = self._insist(partial(self._read_budgets, observation))
         last_try = False
         while True:
-            _, shortage = attempt(partial(self._compress, observation))
+            _, shortage = attempt(partial(self._compress, observation, rows[-1]))
             if shortage is None:
-                return self._active.clear()
+                break
             if last_try:
                 raise MemoryError(shortage)
             release_unused(self._ids.device)
@@ -199,28 +219,80 @@ class LayerMajorPrefill:
             if not last_try:
                 self._score_block = max(block // 2, _LEAST_BLOCK)
                 self._lowered.append(f"score_block {block} -> {self._score_block}: {shortage}")
+        if self._settings.policy.layers.revises:
+            self._revise(rows)
+        self._active.clear()
 
-    def _compress(self, observation: Observation | None) -> None:
-        settings, active = self._settings, self._active
+    def _read_budgets(self, observation: Observation | None) -> list[int]:
+        """Of the layers that see everything, up to this one, in rows a head."""
+        place = self._places[self._number(len(self._cache))]
+        assert place is not None
         began = time.perf_counter()
         with births_booked(SCORING):
-            selection = self._select(observation)
+            rows = self._budgets.read(place, LayerView(self._active.keys[0], observation, self._score_block))
         self._scoring_s += time.perf_counter() - began
-        store = DenseStore(active.keys, active.values, selection.indices, settings.slack, settings.attention)
-        self._cache.append(store)
-        if settings.record_kept:
-            book(CACHE, selection.indices)
-            self._kept.append(selection.indices)
+        return list(rows)
 
-    def _select(self, observation: Observation | None) -> Selection:
+    def _compress(self, observation: Observation | None, budget: int) -> None:
+        began = time.perf_counter()
+        with births_booked(SCORING):
+            selection = self._select(observation, budget)
+        self._scoring_s += time.perf_counter() - began
+        self._cache.append(self._stored(selection))
+        self._remember(selection)
+
+    def _stored(self, selection: Selection) -> Store:
+        """The active layer's rows `selection`; what a layer with a window of its own keeps is dense in any case."""
+        settings, active = self._settings, self._active
+        make = settings.store if active.rule.visible.everything else DenseStore
+        return make(active.keys, active.values, selection, settings.slack, settings.attention)
+
+    def _remember(self, selection: Selection, layer: int | None = None) -> None:
+        """What will be asked for later: positions, and scores where a layer is trimmed again."""
+        revised = self._settings.policy.layers.revises
+        needed = None
+        if self._settings.record_kept or revised:
+            needed = selection if revised else replace(selection, scores=None)
+            book(CACHE, needed.indices, *([] if needed.scores is None else [needed.scores]))
+        if layer is None:
+            self._selections.append(needed)
+        else:
+            self._selections[layer] = needed
+
+    def _revise(self, rows: list[int]) -> None:
+        """Trim earlier layers whose budget has fallen to `rows`, which are those of the layers that see everything."""
+        for layer, store in enumerate(self._cache[:-1]):
+            place, held = self._places[self._number(layer)], self._selections[layer]
+            if place is not None and place < len(rows) and rows[place] < store.length:
+                assert held is not None
+                stay = self._insist(partial(self._still_kept, held, rows[place]))
+                self._insist(partial(store.trim, stay))
+                self._remember(held.picked(stay), layer)
+
+    def _still_kept(self, held: Selection, budget: int) -> Selection:
+        with births_booked(SCORING):
+            return self._settings.policy.heads.trim(held, budget, self._settings.selector.mandatory_tokens)
+
+    def _select(self, observation: Observation | None, budget: int) -> Selection:
         """A layer that sees only some of the keys by its own rule keeps those: no selector has a say in it."""
         keys, visible = self._active.keys[0], self._active.rule.visible
-        budget = min(self._settings.policy.layer_budget(len(self._cache)), self._length)
         if visible.window is not None:
             return shared_by_heads(span(max(self._length - visible.window + 1, 0), self._length, keys), keys.shape[0])
         if visible.function is not None or self._length <= self._settings.selector.mandatory_tokens:
             return shared_by_heads(span(0, self._length, keys), keys.shape[0])
-        return self._settings.selector.select(LayerView(keys, observation, self._score_block), budget)
+        view = LayerView(keys, observation, self._score_block)
+        return self._settings.policy.heads.select(self._settings.selector, view, budget)
+
+
+def _places(visibles: Sequence[Visible], longest: int) -> list[int | None]:
+    """For each layer its number among those that see everything of `longest` tokens, None for the others."""
+    whole = [one.function is None and (one.window is None or one.window >= longest) for one in visibles]
+    return [sum(whole[:layer]) if everything else None for layer, everything in enumerate(whole)]
+
+
+def _positions(selection: Selection | None) -> Tensor | list[Tensor]:
+    assert selection is not None
+    return selection.indices if selection.counts is None else list(selection.by_head(selection.indices))
 
 
 def split(chunks: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:

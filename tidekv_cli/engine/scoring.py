@@ -7,67 +7,33 @@ off by 0.1, which exp() turns into 10 %).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidekv_cli.engine.observation import Observation
+
 # Matrix kernels round differently in ragged last rows; whole tiles make a score independent of the block size.
 _TILE = 64
 _PART = 1024  # keys whose logits exist at a time
 
 Pooling = Literal["avg", "max"]
+# Of attention weights [Hkv, n, G W], each divided by G W, to scores [Hkv, n], which it fills.
+Combine = Callable[[Tensor, Tensor], None]
 
 
-@dataclass(slots=True)
-class Observation:
-    """What the last W queries saw: `queries` [Hq, W, D] and, where the backend gives it, `lse` [Hq, W] float32.
-
-    `softcap` is the layer's, as `attention.Rule` has it.
-    """
-
-    queries: Tensor
-    lse: Tensor | None
-    scale: float
-    softcap: float | None = None
+def mean_weight(weights: Tensor, scores: Tensor) -> None:
+    """The mean attention weight over the window's queries and a group's heads. See `Combine`."""
+    torch.sum(weights, 2, out=scores)
 
 
-class Observer:
-    """Collects the rows of the last `window` positions of a prompt of `length`, across chunks if need be."""
-
-    def __init__(self, window: int, length: int) -> None:
-        self._first = length - min(window, length)
-        self._seen: dict[int, tuple[Tensor, Tensor]] = {}  # queries and LSE by their first position
-        self._scale = 1.0
-        self._softcap: float | None = None
-
-    def catch(self, queries: Tensor, lse: Tensor, start: int, scale: float, softcap: float | None = None) -> None:
-        """Keep what lies in the window of `queries` [1, Hq, n, D], whose first row has position `start`.
-
-        What was caught from `start` on before, of a chunk that did not come to its end, is forgotten.
-        """
-        stop = start + queries.shape[2]
-        if stop <= self._first:
-            return
-        for stale in [position for position in self._seen if position >= start]:
-            del self._seen[stale]
-        skip = max(self._first - start, 0)
-        self._seen[start] = queries[0, :, skip:].clone(), lse[0, :, skip:].clone()
-        self._scale, self._softcap = scale, softcap
-
-    def take(self) -> Observation:
-        """The observation of the layer that just ended; the next layer starts empty."""
-        queries, lse = zip(*self._seen.values(), strict=True)
-        taken = Observation(torch.cat(queries, 1), torch.cat(lse, 1), self._scale, self._softcap)
-        self._seen = {}
-        return taken
-
-
-def window_scores(keys: Tensor, observation: Observation, prefix: int, block: int) -> Iterator[Tensor]:
-    """Mean attention weight of keys 0 .. prefix-1 over the window's queries and a group's heads.
+def window_scores(
+    keys: Tensor, observation: Observation, prefix: int, block: int, combine: Combine = mean_weight
+) -> Iterator[Tensor]:
+    """What `combine` makes of the window's attention to each of the keys 0 .. prefix-1: by default the mean weight.
 
     keys [Hkv, S, D]; yields [Hkv, n] float32, in order of position, n at most `block`. Every window query sees every
     prefix key, so no mask is needed. Without an LSE it is computed first (the paper's two passes).
@@ -84,7 +50,7 @@ def window_scores(keys: Tensor, observation: Observation, prefix: int, block: in
         for at, to in _parts(start, stop, part):
             weights = _logits(queries, keys[:, at:to], buffer, observation.softcap).sub_(shift).exp_()
             weights = weights if weights.shape[1] == to - at else weights[:, : to - at]
-            torch.sum(weights, 2, out=scores[:, at - start : to - start])
+            combine(weights, scores[:, at - start : to - start])
         yield scores
 
 
@@ -208,7 +174,7 @@ class StreamingTopK:
         positions = torch.arange(self._next - fresh, self._next, device=held.device).expand(len(held), -1)
         if self._chosen is not None:
             positions = torch.cat((self._chosen, positions), 1)
-        best = _ranks(scores).topk(self._count, dim=1, sorted=False).indices.sort(dim=1).values
+        best = ranks(scores).topk(self._count, dim=1, sorted=False).indices.sort(dim=1).values
         held[:, : self._count] = scores.gather(1, best)
         self._chosen, self._held = positions.gather(1, best), self._count
         return self._chosen
@@ -219,7 +185,7 @@ class StreamingTopK:
         return self._choose(self._scores), self._scores[:, : self._count]
 
 
-def _ranks(scores: Tensor) -> Tensor:
+def ranks(scores: Tensor) -> Tensor:
     """Whole numbers [H, n] in the order of the float32 `scores`, of equal ones the earlier column the greater.
 
     No two of a row are equal, so what order an algorithm gives to ties does not matter. IEEE 754 numbers order like

@@ -1,19 +1,26 @@
-"""Which entries stay: one file and one class a selector. They see one layer's keys and what the window saw."""
+"""Which entries stay: one file and one class a selector. They see one layer's keys and what was seen of its queries."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tidekv_cli.engine.scoring import Observation
+from tidekv_cli.engine.observation import Observation, Observer, WindowObserver
+from tidekv_cli.engine.scoring import StreamingTopK
+
+_BLOCKS_HELD = 2
 
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
-    """One layer's uncompressed `keys` [Hkv, S, D], its `observation` where asked for, and the block size b_s."""
+    """One layer's uncompressed `keys` [Hkv, S, D], in the order of their positions, and the block size b_s.
+
+    `observation` is what the selector's observer took of the layer, None where it has none.
+    """
 
     keys: Tensor
     observation: Observation | None
@@ -22,29 +29,101 @@ class LayerView:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Kept positions [Hkv, K], int64, ascending, and the scores [Hkv, K] they were kept for (None if unscored)."""
+    """Kept rows, int64, ascending in every head, and the float32 scores that they were kept for, None if unscored.
+
+    `indices` and `scores` are [Hkv, K] where every head keeps as many. Where they differ, `counts` are the rows of
+    each head, and both are [sum of counts], head after head.
+    """
 
     indices: Tensor
     scores: Tensor | None = None
+    counts: tuple[int, ...] | None = None
+
+    def by_head(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The part of each head in `rows`, which are like `indices`."""
+        return rows.unbind() if self.counts is None else rows.split(list(self.counts))
+
+    def picked(self, rows: Selection) -> Selection:
+        """Of these the row numbers `rows`, with their scores."""
+        if rows.counts is None:
+            return Selection(self.indices.gather(1, rows.indices), rows.scores)
+        heads = zip(self.by_head(self.indices), rows.by_head(rows.indices), strict=True)
+        return Selection(torch.cat([mine[chosen] for mine, chosen in heads]), rows.scores, rows.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """What each of the rows `first` .. `stop`-1 is worth; the rows before and after these always stay.
+
+    `blocks` yields scores [H, n] float32 in order of the rows, together stop - first columns; H is Hkv, or 1 where all
+    heads share one choice. It can be read once.
+    """
+
+    first: int
+    stop: int
+    blocks: Iterator[Tensor]
 
 
 class Selector(Protocol):
-    """A rule for which entries stay.
+    """A rule for which entries stay. Subclasses that score by themselves need `select` alone, others `rank` alone.
 
-    `window` is the number of last queries it needs (0: none); `mandatory_tokens` what it always keeps, which a
-    budget must cover.
+    `window` is how many of the prompt's last queries it looks at, 0 for none; `mandatory_tokens` what it always keeps,
+    which a budget must cover. `rolling_sinks` is not None for one that goes on dropping its oldest rows while tokens
+    are generated: all but so many of the first ones.
     """
 
     @property
     def window(self) -> int:
         """Observation queries needed."""
+        return 0
 
     @property
     def mandatory_tokens(self) -> int:
         """Always kept, within the budget."""
+        return 1
+
+    @property
+    def rolling_sinks(self) -> int | None:
+        """First rows that stay while others make room for new tokens; None where nothing does."""
+        return None
+
+    def observer(self, length: int) -> Observer | None:
+        """What watches the queries of each layer of a prompt of `length` tokens; None to watch none."""
+        return WindowObserver(self.window, length) if self.window else None
+
+    def rank(self, view: LayerView) -> Ranking:
+        """What each row is worth, for budgets that differ between heads; unscored selectors have none."""
+        raise NotImplementedError
 
     def select(self, view: LayerView, budget: int) -> Selection:
-        """Exactly `budget` positions per head; called only with mandatory_tokens <= budget <= S."""
+        """Exactly `budget` rows a head; called only with mandatory_tokens <= budget <= S."""
+        return best(self.rank(view), view, budget)
+
+
+def best(ranking: Ranking, view: LayerView, budget: int) -> Selection:
+    """The rows that always stay and of the ranked ones the highest, `budget` a head; of equal ones the earlier."""
+    heads, length, _ = view.keys.shape
+    first = span(0, ranking.first, view.keys).expand(heads, -1)
+    last = span(ranking.stop, length, view.keys).expand(heads, -1)
+    count = budget - first.shape[1] - last.shape[1]
+    if count == 0:
+        return Selection(torch.cat((first, last), 1))
+    top = StreamingTopK(count, ranking.stop - ranking.first, _BLOCKS_HELD * view.score_block, first=ranking.first)
+    for scores in ranking.blocks:
+        top.push(scores)
+    positions, kept = (rows.expand(heads, -1) for rows in top.result())
+    always = kept.new_full((heads, 1), float("inf"))
+    scores = torch.cat((always.expand(-1, first.shape[1]), kept, always.expand(-1, last.shape[1])), 1)
+    return Selection(torch.cat((first, positions, last), 1), scores)
+
+
+def without_first(blocks: Iterator[Tensor], count: int) -> Iterator[Tensor]:
+    """Blocks [H, n] without their first `count` columns."""
+    for block in blocks:
+        left_out = min(count, block.shape[1])
+        count -= left_out
+        if left_out < block.shape[1]:
+            yield block[:, left_out:]
 
 
 def shared_by_heads(positions: Tensor, heads: int) -> Selection:

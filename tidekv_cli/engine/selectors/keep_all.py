@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidekv_cli.engine.selectors import LayerView, Selection, shared_by_heads, span
+from tidekv_cli.engine.selectors import LayerView, Selection, Selector, shared_by_heads, span
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAll:
+class KeepAll(Selector):
     """Every prompt token stays, whatever the budget."""
-
-    @property
-    def window(self) -> int:
-        """No queries are needed."""
-        return 0
 
     @property
     def mandatory_tokens(self) -> int:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tidekv_cli.engine.selectors import LayerView, Selection, shared_by_heads, span
+from tidekv_cli.engine.selectors import LayerView, Selection, Selector, shared_by_heads, span
 from tidekv_cli.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Recent:
+class Recent(Selector):
     """The first `sinks` tokens and the most recent budget-sinks ones, at their own positions.
 
     Source: Xiao et al., StreamingLLM (2024), with sinks=4; sinks=0 is the plain sliding control.
@@ -22,11 +22,6 @@ class Recent:
     def __post_init__(self) -> None:
         if self.sinks < 0:
             raise UsageError(f"sinks={self.sinks} is impossible", "use 0 or more")
-
-    @property
-    def window(self) -> int:
-        """No queries are needed."""
-        return 0
 
     @property
     def mandatory_tokens(self) -> int:

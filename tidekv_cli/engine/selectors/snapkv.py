@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from tidekv_cli.engine.scoring import Pooling, StreamingTopK, pool_scores, window_scores
-from tidekv_cli.engine.selectors import LayerView, Selection, span
+from tidekv_cli.engine.scoring import Pooling, pool_scores, window_scores
+from tidekv_cli.engine.selectors import LayerView, Ranking, Selector, without_first
 from tidekv_cli.errors import UsageError
 
 _WIDEST_POOL = 1023
-_BLOCKS_HELD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class SnapKV:
+class SnapKV(Selector):
     """The window, the first `sinks` tokens, and the keys that the window attended to most.
 
     Source: Li et al., SnapKV (2024), with the LongBench settings by default (W=32, max pooling over 7). Softmax in
@@ -45,25 +42,10 @@ class SnapKV:
         """Window and sinks."""
         return self.window + self.sinks
 
-    def select(self, view: LayerView, budget: int) -> Selection:
-        """See `Selector.select`."""
-        heads, length, _ = view.keys.shape
-        prefix = length - self.window
-        first = span(0, self.sinks, view.keys).expand(heads, -1)
-        last = span(prefix, length, view.keys).expand(heads, -1)
-        count = budget - self.mandatory_tokens
-        if count == 0:
-            return Selection(torch.cat((first, last), 1))
+    def rank(self, view: LayerView) -> Ranking:
+        """See `Selector.rank`. Sinks take part in pooling, not in the choice."""
         assert view.observation is not None
-        top = StreamingTopK(count, prefix - self.sinks, _BLOCKS_HELD * view.score_block, first=self.sinks)
-        ahead = self.sinks  # sinks take part in pooling, not in the choice
+        prefix = view.keys.shape[1] - self.window
         raw = window_scores(view.keys, view.observation, prefix, view.score_block)
-        for scores in pool_scores(raw, self.pool_kernel, self.pool):
-            left_out = min(ahead, scores.shape[1])
-            ahead -= left_out
-            if left_out < scores.shape[1]:
-                top.push(scores[:, left_out:])
-        positions, kept = top.result()
-        always = kept.new_full((heads, 1), float("inf"))
-        scores = torch.cat((always.expand(-1, self.sinks), kept, always.expand(-1, self.window)), 1)
-        return Selection(torch.cat((first, positions, last), 1), scores)
+        pooled = pool_scores(raw, self.pool_kernel, self.pool)
+        return Ranking(self.sinks, prefix, without_first(pooled, self.sinks))

@@ -1,1 +1,43 @@
-"""How kept entries are held: one file and one class a store. A store answers the queries of later tokens."""
+"""How kept entries are held: one file and one class a store. A store is one layer's compact cache, of one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from tidekv_cli.engine.attention import Attention, Rule
+from tidekv_cli.engine.selectors import Selection
+
+
+class Store(Protocol):
+    """Rows that were kept of the prompt, and those of new tokens after them. Answers queries over all of them."""
+
+    @property
+    def length(self) -> int:
+        """Rows held, the mean over KV heads, which is a whole number."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Those that were kept of the prompt."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, room for new tokens included."""
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add rows [1, Hkv, n, D] of new tokens; returns what the layer is to pass on, which `attend` does not need."""
+
+    def attend(self, queries: Tensor, scale: float, rule: Rule) -> Tensor:
+        """Output [1, Hq, n, Dv] of the newest n tokens' queries over what `rule` leaves of the rows."""
+
+    def trim(self, rows: Selection) -> None:
+        """Keep only those row numbers of the prompt's; called before any token is added."""
+
+    def pretend(self, tokens: int) -> None:
+        """Count the rows of so many new tokens as there, without their contents: for simulation."""
+
+
+# (keys and values [1, Hkv, S, D], the rows of them that stay, rows to keep free for new tokens, backend) -> store
+MakeStore = Callable[[Tensor, Tensor, Selection, int, Attention], Store]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tidekv_cli.engine.attention import Attention, Rule
 from tidekv_cli.engine.ledger import CACHE, book
+from tidekv_cli.engine.selectors import Selection
 
 
 class DenseStore:
@@ -15,13 +16,25 @@ class DenseStore:
     `slack` rows are kept free for new tokens, so that decoding copies nothing; past them capacity grows by half.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, indices: Tensor, slack: int, attention: Attention) -> None:
-        """Gather rows `indices` [Hkv, K] of `keys` and `values` [1, Hkv, S, D]."""
-        self._attention = attention
-        self.length = self.prompt_length = indices.shape[1]
-        self._keys = _gathered(keys, indices, slack)
-        self._values = _gathered(values, indices, slack)
+    def __init__(self, keys: Tensor, values: Tensor, kept: Selection, slack: int, attention: Attention) -> None:
+        """Gather the rows `kept` of `keys` and `values` [1, Hkv, S, D]; every head keeps as many."""
+        self._attention, self._slack = attention, slack
+        self._take(keys, values, kept)
+
+    def _take(self, keys: Tensor, values: Tensor, kept: Selection) -> None:
+        assert kept.counts is None
+        rows = _gathered(keys, kept.indices, self._slack), _gathered(values, kept.indices, self._slack)
+        self._keys, self._values = rows  # both or none, should memory run out
+        self.length = self.prompt_length = kept.indices.shape[1]
         book(CACHE, self._keys, self._values)
+
+    def trim(self, rows: Selection) -> None:
+        """See `Store.trim`."""
+        self._take(self.keys, self.values, rows)
+
+    def pretend(self, tokens: int) -> None:
+        """See `Store.pretend`."""
+        self.length += tokens
 
     @property
     def keys(self) -> Tensor:

@@ -1,0 +1,85 @@
+"""CAKE: layers whose attention is spread out and restless keep more, as far as the layers read so far tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tidekv_cli.engine.budgets import LayerBudgets, Layers
+from tidekv_cli.engine.budgets.apportion import apportion
+from tidekv_cli.engine.readback import numbers
+from tidekv_cli.engine.scoring import window_scores
+from tidekv_cli.engine.selectors import LayerView
+from tidekv_cli.errors import UsageError
+
+_PLANNED = 1.0  # of every layer in a plan, which knows no data
+
+
+@dataclass(frozen=True, slots=True)
+class Cake:
+    """Budgets in proportion to H^(1/tau1) V^(1/tau2) of the window's attention to the keys before it.
+
+    H is its entropy and V its variance over the window's queries, both summed over heads and keys. The whole total is
+    shared among the layers that were read so far, so earlier ones are trimmed again as later ones are read.
+    Source: Qin et al., CAKE (2025), with its tau for Llama-3.1 at 1,024 tokens.
+    """
+
+    tau1: float = 1.6
+    tau2: float = 0.4
+    window: int = 32
+    revises: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.tau1 > 0 and self.tau2 > 0):
+            raise UsageError(f"tau1={self.tau1}, tau2={self.tau2} is impossible", "use numbers above 0")
+
+    def begin(self, layers: Layers) -> LayerBudgets:
+        """See `LayerPolicy.begin`."""
+        return _Preferences(self, layers)
+
+    def preference(self, view: LayerView) -> float:
+        """Of one layer. Not negative; what is no number, as of a window of one query, is 0."""
+        statistics = torch.stack(_entropy_and_variance(view))
+        entropy, variance = numbers(statistics, (_PLANNED, _PLANNED))
+        found = max(entropy, 0.0) ** (1 / self.tau1) * max(variance, 0.0) ** (1 / self.tau2)
+        return found if found < float("inf") else 0.0  # NaN is neither
+
+
+def _entropy_and_variance(view: LayerView) -> tuple[Tensor, Tensor]:
+    observation = view.observation
+    assert observation is not None
+    window = observation.queries.shape[1]
+    rows = observation.queries.shape[0] // view.keys.shape[0] * window
+    totals = view.keys.new_zeros(2, dtype=torch.float32)
+
+    def add(weights: Tensor, _scores: Tensor) -> None:
+        whole = weights * rows
+        totals[0] -= torch.special.xlogy(whole, whole).sum()
+        if window > 1:
+            totals[1] += whole.unflatten(2, (-1, window)).var(3).sum()
+
+    for _ in window_scores(view.keys, observation, view.keys.shape[1] - window, view.score_block, add):
+        pass
+    return totals[0], totals[1]
+
+
+@dataclass(slots=True)
+class _Preferences:
+    """Of the layers read so far, and their budgets without the rows that always stay."""
+
+    policy: Cake
+    layers: Layers
+    found: list[float] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+
+    def read(self, layer: int, view: LayerView | None) -> Sequence[int]:
+        layers, preference = self.layers, _PLANNED if view is None else self.policy.preference(view)
+        self.found += [_PLANNED] * (layer - len(self.found))  # layers that a simulation leaves out
+        self.found.append(preference)
+        most = [*self.free, *[layers.free_most] * (layer + 1 - len(self.free))]
+        self.free = apportion(self.found, layers.free_total, most)
+        always = min(layers.mandatory, layers.length)
+        return [always + rows for rows in self.free]

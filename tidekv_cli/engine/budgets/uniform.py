@@ -1,0 +1,56 @@
+"""Uniform: every layer, and every head, keeps as many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tidekv_cli.engine.budgets import BudgetPolicy, LayerBudgets, Layers
+from tidekv_cli.engine.scoring import StreamingTopK
+from tidekv_cli.engine.selectors import LayerView, Selection, Selector
+
+
+@dataclass(frozen=True, slots=True)
+class EvenLayers:
+    """K_l = K for every layer."""
+
+    window: int = 0
+    revises: bool = False
+
+    def begin(self, layers: Layers) -> LayerBudgets:
+        """See `LayerPolicy.begin`."""
+        return Fixed([min(layers.budget, layers.length)] * layers.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Known before anything is read."""
+
+    rows: list[int]
+
+    def read(self, layer: int, view: LayerView | None) -> Sequence[int]:
+        return self.rows[: layer + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class EvenHeads:
+    """Every head of a layer keeps as many rows."""
+
+    ragged: bool = False
+
+    def select(self, selector: Selector, view: LayerView, budget: int) -> Selection:
+        """See `HeadPolicy.select`."""
+        return selector.select(view, budget)
+
+    def trim(self, selection: Selection, budget: int, mandatory: int) -> Selection:
+        """See `HeadPolicy.trim`."""
+        assert selection.scores is not None
+        top = StreamingTopK(budget, selection.scores.shape[1], 1)
+        top.push(selection.scores)
+        rows, scores = top.result()
+        return Selection(rows, scores)
+
+
+def uniform(budget: int) -> BudgetPolicy:
+    """`budget` rows for every head of every layer."""
+    return BudgetPolicy(budget, EvenLayers(), EvenHeads())

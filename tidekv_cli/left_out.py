@@ -1,0 +1,79 @@
+"""What the layers that a simulation leaves out hold in the cache. Knows no phase and runs no layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tidekv_cli.engine.active import ActiveKV
+from tidekv_cli.engine.budgets import Layers
+from tidekv_cli.engine.ledger import CACHE, book
+from tidekv_cli.engine.meter import LiveMeter
+from tidekv_cli.engine.prefill import PrefillSettings
+from tidekv_cli.engine.selectors import Selection
+from tidekv_cli.few_layers import FewLayers
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of a stand-in's keys and values [1, Hkv, S, D]; `rows` a head it kept, in `nbytes`."""
+
+    keys: torch.Size
+    values: torch.Size
+    dtype: torch.dtype
+    rows: int
+    nbytes: int
+
+
+class LeftOut:
+    """Filled in by the layers that are run, in their order."""
+
+    def __init__(
+        self, few: FewLayers, settings: PrefillSettings, layers: Layers, places: list[int | None], granularity: int
+    ) -> None:
+        self._few, self._settings, self._layers, self._places = few, settings, layers, places
+        self._granularity = granularity
+        self._shapes: list[_Shape] = []
+        self._known: dict[tuple[int, int], int] = {}
+
+    def ran(self, active: ActiveKV, rows: int, nbytes: int) -> None:
+        """The next of the layers that are run kept `rows` a head of `active`, in `nbytes` of cache."""
+        self._shapes.append(_Shape(active.keys.shape, active.values.shape, active.keys.dtype, rows, nbytes))
+
+    def bytes_before(self, place: int) -> int:
+        """Held by the layers left out before the `place`th that is run, once the layer before that is done."""
+        few = self._few
+        stop = few.kept[place] if place < len(few.kept) else len(few.stand_ins)
+        shared = [number for number in self._places[:stop] if number is not None]
+        budgets = self._settings.policy.layers.begin(self._layers).read(shared[-1], None) if shared else []
+        total = 0
+        for layer in range(stop):
+            if layer not in few.kept:
+                stand_in, number = few.stand_ins[layer], self._places[layer]
+                total += self._bytes(stand_in, self._shapes[stand_in].rows if number is None else budgets[number])
+        return total
+
+    def _bytes(self, stand_in: int, rows: int) -> int:
+        shape = self._shapes[stand_in]
+        if rows == shape.rows:
+            return shape.nbytes
+        if (stand_in, rows) not in self._known:
+            self._known[stand_in, rows] = self._measured(shape, rows)
+        return self._known[stand_in, rows]
+
+    def _measured(self, shape: _Shape, rows: int) -> int:
+        """Of a store of `rows` a head, made on fake tensors."""
+        settings = self._settings
+        heads, ragged = shape.keys[1], settings.policy.heads.ragged
+        keys, values = torch.empty(shape.keys, dtype=shape.dtype), torch.empty(shape.values, dtype=shape.dtype)
+        with LiveMeter(self._granularity) as meter:
+            size = (heads * rows,) if ragged else (heads, rows)
+            scores = torch.empty(size) if settings.policy.layers.revises else None
+            kept = Selection(torch.empty(size, dtype=torch.long), scores, (rows,) * heads if ragged else None)
+            if settings.record_kept or scores is not None:
+                book(CACHE, kept.indices, *([] if scores is None else [scores]))
+            store = settings.store(keys, values, kept, settings.slack, settings.attention)
+            found = meter.live[CACHE]
+            del store
+        return found
