@@ -123,7 +123,7 @@ def _check_lengths(planner: Planner, wanted: ProbeRequest) -> None:
     shortest = min(wanted.contexts, default=new + 1)
     if shortest <= new:
         raise UsageError(
-            f"--context {shortest} leaves no prompt beside {new} new tokens",
+            f"--context {shortest} is impossible: it leaves no prompt beside {new} new tokens",
             f"give at least {new + 1} tokens, or a smaller --max-new-tokens",
         )
     longest = max(wanted.contexts, default=0)
