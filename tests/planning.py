@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tidekv_cli.catalog import shape_of
-from tidekv_cli.methods import SELECTORS, Method
+from tidekv_cli.methods import Method
 from tidekv_cli.model_spec import spec_from_config
 from tidekv_cli.plan_settings import PlanSettings
 
@@ -29,11 +29,11 @@ def method(schedule: str = "tide", selector: str = "snapkv") -> Method:
 def plan_settings(config: Mapping[str, Any] | None = None, **changes: Any) -> PlanSettings:
     """Llama-3.1-8B in BF16 on a 24 GiB CUDA device, the paper's main setting, unless changed.
 
-    `selector_settings` follow the method's selector unless given.
+    `axis_settings` follow the method's selector unless given.
     """
     config = llama_8b() if config is None else config
     chosen = changes.get("method", method())
-    values = changes.get("selector_settings", SELECTORS[chosen.selector].settings({}))
+    values = changes.get("axis_settings", chosen.settings({}))
     base = PlanSettings(
         spec=spec_from_config(config, "test"),
         method=chosen,
@@ -41,7 +41,7 @@ def plan_settings(config: Mapping[str, Any] | None = None, **changes: Any) -> Pl
         chunk_size=2048,
         score_block=2048,
         budget_tokens=4096,
-        selector_settings=values,
+        axis_settings=values,
         window=int(values.get("window", 0)),
         max_new_tokens=1,
         attention="sdpa",

@@ -11,7 +11,8 @@ import pytest
 
 from tests.cli_runner import run_cli
 from tidekv_cli import __version__
-from tidekv_cli.methods import METHODS, SELECTORS
+from tidekv_cli.axes import POLICIES, SCHEDULES, SELECTORS, STORES
+from tidekv_cli.methods import METHODS
 
 LIGHT = (["--help"], ["--version"], ["profiles"], ["methods"], ["models", "list"])
 
@@ -22,7 +23,7 @@ def test_version_profiles_methods_models() -> None:
     shown = run_cli("profiles", "cpu").out
     assert "chunk_size" in shown and "cpu.yaml" in shown and "reserve.process" in shown
     listed = run_cli("methods").out
-    assert all(name in listed for name in (*METHODS, *SELECTORS))
+    assert all(name in listed for name in (*METHODS, *SCHEDULES, *SELECTORS, *POLICIES, *STORES))
     assert "smollm2-135m (default)" in run_cli("models", "list").out
     run_cli("profiles", "toaster").assert_error(2, "toaster")
     run_cli("models", "pull", "toaster").assert_error(3, "toaster")

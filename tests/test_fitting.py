@@ -10,7 +10,7 @@ import pytest
 
 from tests.planning import GIB, llama_8b, method, plan_settings
 from tidekv_cli.fitting import Fitter
-from tidekv_cli.methods import SELECTORS
+from tidekv_cli.methods import METHODS
 from tidekv_cli.plan import Planner
 from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.request import EngineChoice
@@ -27,8 +27,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fitter(plans: Path, settings: PlanSettings, budget: int | str | None = 4096, *fixed: str) -> Fitter:
     choice = EngineChoice(
         method=settings.method,
-        selector=SELECTORS[settings.method.selector],
-        selector_settings=settings.selector_settings,
+        axis_settings=settings.axis_settings,
         budget=budget,
         chunk_size=settings.chunk_size,
         score_block=settings.score_block,
@@ -43,7 +42,7 @@ def fitter(plans: Path, settings: PlanSettings, budget: int | str | None = 4096,
 
 def with_room_for(plans: Path, **changes: Any) -> PlanSettings:
     """Settings, with a window so wide that scoring tells, whose free memory is what they take with `changes`."""
-    case = plan_settings(llama_8b(), selector_settings=SELECTORS["snapkv"].settings({"window": 256}))
+    case = plan_settings(llama_8b(), axis_settings=METHODS["tidekv-snapkv"].settings({"window": 256}))
     return replace(case, free_bytes=Planner(replace(case, **changes), plans).bytes(LENGTH).peak)
 
 

@@ -168,5 +168,5 @@ def test_all_stays_on_the_models_device(kind: str, name: str) -> None:
         settings = PrefillSettings(schedule, SnapKV(window=8), uniform(30), backend, 32, 16, 4)
         prompt = LayerMajorPrefill(adapter, ids, settings).run()
         held = [prompt.logits, *prompt.kept, *(store.keys for store in prompt.cache)]
-        weights = sampling_weights(next_logits(adapter, prompt, 0, 90), SamplingSettings(1.0, 0.5))
+        weights = sampling_weights(next_logits(adapter, prompt, [0]), SamplingSettings(1.0, 0.5))
         assert {tensor.device.type for tensor in (*held, weights)} == {"meta"}

@@ -8,34 +8,42 @@ from typing import Any
 
 import pytest
 
+from tidekv_cli.axes import POLICIES, SCHEDULES, SELECTORS, STORES, Part
 from tidekv_cli.errors import UsageError
-from tidekv_cli.methods import METHODS, POLICIES, SCHEDULES, SELECTORS, STORES, SelectorInfo, choose
+from tidekv_cli.methods import METHODS, choose
 
 NONE = (None, None, None, None)
 
 
-def target_of(info: SelectorInfo) -> type[Any]:
+def target_of(info: Part) -> type[Any]:
     module, _, name = info.target.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize("info", SELECTORS.values(), ids=SELECTORS)
-def test_parameters_are_the_fields_of_the_class(info: SelectorInfo) -> None:
+PARTS = [
+    *SELECTORS.values(),
+    *STORES.values(),
+    *{part.target: part for policy in POLICIES.values() for part in (policy.layers, policy.heads)}.values(),
+]
+
+
+@pytest.mark.parametrize("info", PARTS, ids=lambda part: part.target.rpartition(":")[2])
+def test_parameters_are_the_fields_of_the_class(info: Part) -> None:
     fields = {field.name: field for field in dataclasses.fields(target_of(info))}
     parameters = {parameter.name: parameter.default for parameter in info.parameters}
     assert list(parameters) == list(fields)
     for name, default in parameters.items():
         assert type(default) is type(fields[name].default)
-    if info.name != "streaming":  # Recent under another name and with sinks
-        assert parameters == {name: field.default for name, field in fields.items()}
-    assert all(parameter.meaning for parameter in info.parameters) and info.source
+    assert parameters == {name: field.default for name, field in fields.items()}
+    assert all(parameter.meaning for parameter in info.parameters)
 
 
-@pytest.mark.parametrize("info", SELECTORS.values(), ids=SELECTORS)
-def test_building_with_defaults(info: SelectorInfo) -> None:
+@pytest.mark.parametrize("info", PARTS, ids=lambda part: part.target.rpartition(":")[2])
+def test_building_with_defaults(info: Part) -> None:
     selector = info.build({})
     assert type(selector) is target_of(info)
-    assert {parameter.name: getattr(selector, parameter.name) for parameter in info.parameters} == info.settings({})
+    for parameter in info.parameters:
+        assert getattr(selector, parameter.name) == parameter.default
 
 
 def test_streaming_keeps_four_sinks() -> None:
@@ -58,25 +66,31 @@ def test_the_class_refuses_impossible_values(values: dict[str, str]) -> None:
 
 
 def test_settings_are_numbers_where_the_default_is_one() -> None:
-    settings = SELECTORS["snapkv"].settings({"window": " 64 ", "pool": 7})
+    settings = METHODS["snapkv"].settings({"window": " 64 ", "pool": 7})
     assert settings == {"window": 64, "pool": "7", "pool_kernel": 7, "sinks": 0}
-    assert SELECTORS["all"].settings({}) == {}
+    assert METHODS["full"].settings({}) == {}
 
 
 @pytest.mark.parametrize("value", ["many", "1.5", "", "0x10", "1e2"])
 def test_settings_that_are_no_numbers(value: str) -> None:
     with pytest.raises(UsageError, match="no whole number") as caught:
-        SELECTORS["snapkv"].settings({"window": value})
-    assert f"window={value}" in caught.value.message and "snapkv" in caught.value.message and caught.value.hint
+        METHODS["snapkv"].settings({"window": value})
+    assert f"window={value}" in caught.value.message and caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("selector", "key", "known"), [("snapkv", "windows", "window"), ("recent", "window", "sinks"), ("all", "x", "none")]
+    ("method", "key", "known"),
+    [
+        ("snapkv", "windows", "window"),
+        ("block-recent", "window", "sinks"),
+        ("full", "x", "none"),
+        ("kivi", "x", "bits"),
+    ],
 )
-def test_unknown_parameters(selector: str, key: str, known: str) -> None:
+def test_unknown_parameters(method: str, key: str, known: str) -> None:
     with pytest.raises(UsageError, match="no parameter") as caught:
-        SELECTORS[selector].settings({key: "1"})
-    assert repr(key) in caught.value.message and selector in caught.value.message and known in caught.value.hint
+        METHODS[method].settings({key: "1"})
+    assert repr(key) in caught.value.message and method in caught.value.message and known in caught.value.hint
 
 
 def test_every_method_is_a_point_on_known_axes() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tidekv_cli.errors import UsageError
-from tidekv_cli.methods import METHODS, SELECTORS
+from tidekv_cli.methods import METHODS
 from tidekv_cli.profile import Profile, find_profile
 from tidekv_cli.request import TRUNCATIONS, EngineChoice, RunRequest, check_budget, choose_settings
 
@@ -21,7 +21,7 @@ def settle(
 ) -> EngineChoice:
     """As the command settles it, the selector built as there."""
     choice = choose_settings(RunRequest(**flags), config or {}, profile, device_kind)
-    check_budget(choice, choice.selector.build(choice.selector_settings).mandatory_tokens)
+    check_budget(choice, choice.method.selector_info.build(choice.axis_settings).mandatory_tokens)
     return choice
 
 
@@ -35,8 +35,8 @@ def assert_refused(*words: str, config: dict[str, Any] | None = None, profile: P
 
 def test_nothing_given_is_the_profile() -> None:
     choice = settle()
-    assert choice.method == METHODS["tidekv-snapkv"] and choice.selector == SELECTORS["snapkv"]
-    assert choice.selector_settings == {"window": 32, "pool": "max", "pool_kernel": 7, "sinks": 0}
+    assert choice.method == METHODS["tidekv-snapkv"]
+    assert choice.axis_settings == {"window": 32, "pool": "max", "pool_kernel": 7, "sinks": 0}
     assert (choice.budget, choice.chunk_size, choice.score_block) == (CPU.budget, CPU.chunk_size, CPU.score_block)
     assert (choice.attention[0], choice.dtype) == (CPU.attention[0], CPU.dtype)
     assert choice.max_new_tokens == CPU.max_new_tokens
@@ -75,7 +75,7 @@ def test_the_methods_order() -> None:
     assert settle({"method": "streaming"}).method == METHODS["streaming"]
     assert settle({"method": "streaming"}, method="snapkv").method == METHODS["snapkv"]
     assert settle({"method": "streaming"}, schedule="tide").method == METHODS["tidekv-streaming"]
-    assert settle({"method": "streaming"}, selector="snapkv").selector == SELECTORS["snapkv"]
+    assert settle({"method": "streaming"}, selector="snapkv").method.selector == "snapkv"
 
 
 def test_auto_is_the_profiles_first() -> None:

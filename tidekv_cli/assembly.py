@@ -5,23 +5,27 @@ from __future__ import annotations
 import torch
 
 from tidekv_cli.engine.attention import Attention
-from tidekv_cli.engine.budgets.uniform import uniform
+from tidekv_cli.engine.budgets import BudgetPolicy
 from tidekv_cli.engine.prefill import PrefillSettings
-from tidekv_cli.methods import SELECTORS
 from tidekv_cli.plan_settings import PlanSettings
 
 
 def engine_settings(settings: PlanSettings, length: int, attention: Attention) -> PrefillSettings:
-    """Prefill settings for a prompt of `length` tokens. Raises `UsageError` for impossible selector parameters."""
+    """Prefill settings for a prompt of `length` tokens. Raises `UsageError` for impossible parameters."""
+    method, values = settings.method, settings.axis_settings
+    whole = length + settings.max_new_tokens
+    budget = whole if settings.budget_tokens is None else settings.budget_tokens
+    policy = method.policy_info
     return PrefillSettings(
-        schedule=settings.method.schedule,
-        selector=SELECTORS[settings.method.selector].build(settings.selector_settings),
-        policy=uniform(length if settings.budget_tokens is None else settings.budget_tokens),
+        schedule=method.schedule,
+        selector=method.selector_info.build(values),
+        policy=BudgetPolicy(budget, policy.layers.build(values), policy.heads.build(values)),
         attention=attention,
         chunk_size=settings.chunk_size,
         score_block=settings.score_block,
         slack=settings.max_new_tokens,
         record_kept=settings.record_kept,
+        store=method.store_info.build(values),
     )
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from tidekv_cli.errors import DoesNotFitError
-from tidekv_cli.methods import SELECTORS
 from tidekv_cli.plan import Plan, Planner, last_that_fits
 from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.request import EngineChoice
@@ -171,5 +170,5 @@ def _savers(settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
         yield f"--chunk-size {_LEAST}", replace(settings, chunk_size=_LEAST)
     if settings.dtype == "float32":
         yield "--dtype bfloat16", replace(settings, dtype="bfloat16")
-    if SELECTORS[settings.method.selector].budgeted and (settings.budget_tokens or _LEAST + 1) > _LEAST:
+    if settings.method.selector_info.budgeted and (settings.budget_tokens or _LEAST + 1) > _LEAST:
         yield f"--budget {_LEAST}", replace(settings, budget_tokens=_LEAST)

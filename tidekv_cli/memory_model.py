@@ -21,7 +21,7 @@ from typing import Any
 
 from tidekv_cli.plan_settings import PlanSettings, Regimes
 
-_FORMAT = 2
+_FORMAT = 3
 _CUDA_GRANULARITY = 512  # torch's CUDA allocator rounds each block up to it
 _ALIGNED = 256  # so many tokens fill whole blocks of an allocator, so lines have no rounding in them
 _FAR = 1 << 16
@@ -103,7 +103,7 @@ class MemoryModel:
         chunk = _ALIGNED if self._whole else settings.chunk_size
         # The top-k holds two blocks beside its best, and its positions when a whole block comes after the first choice.
         waiting = 4 * settings.score_block if settings.window else 0
-        start = (settings.budget_tokens or 0) + waiting + settings.window + 3 * chunk
+        start = self.regimes.rows + waiting + settings.window + 3 * chunk
         return -(-start // _ALIGNED) * _ALIGNED, math.lcm(chunk, _ALIGNED)
 
     @property
@@ -152,7 +152,7 @@ def _key(settings: PlanSettings) -> str:
         "config": dict(settings.config),
         "method": [settings.method.schedule, settings.method.selector, settings.method.budget_policy],
         "store": settings.method.kv_store,
-        "selector": dict(settings.selector_settings),
+        "parameters": dict(settings.axis_settings),
         "sizes": [settings.chunk_size, settings.score_block, settings.budget_tokens, settings.max_new_tokens],
         "how": [settings.dtype, settings.attention, settings.device_kind, settings.record_kept],
     }
@@ -178,12 +178,13 @@ def _read(file: Path) -> tuple[Regimes | None, dict[int, Phases]]:
         kept = json.loads(file.read_text(encoding="utf-8"))
         samples = {int(length): phases for length, phases in kept["samples"].items()}
         whole = all(_is_phase(phase) for phases in samples.values() for phase in phases)
-        regimes = Regimes(tuple(kept["windows"]), kept["bends"])
-        whole = whole and type(regimes.bends) is bool and all(type(window) is int for window in regimes.windows)
+        regimes = Regimes(tuple(kept["windows"]), kept["bends"], kept["rows"])
+        counts = *regimes.windows, regimes.rows
+        whole = whole and type(regimes.bends) is bool and all(type(count) is int for count in counts)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError, KeyError):
         return None, {}
-    counts = {len(phases) for phases in samples.values()}
-    return (regimes, samples) if whole and len(counts) == 1 and 0 not in counts else (None, {})
+    phases_each = {len(phases) for phases in samples.values()}
+    return (regimes, samples) if whole and len(phases_each) == 1 and 0 not in phases_each else (None, {})
 
 
 def _is_phase(phase: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tidekv_cli.axes import Value
 from tidekv_cli.methods import Method
 from tidekv_cli.model_spec import ModelSpec
 
@@ -25,19 +26,21 @@ NO_RATES = Rates()
 class Regimes:
     """Memory is a straight line over the length between one of `windows`, in tokens, and the next.
 
-    It is none anywhere if it `bends`, because a matrix of logits grows with the keys of each chunk.
+    It is none anywhere if it `bends`, because a matrix of logits grows with the keys of each chunk. `rows` are the most
+    that a layer keeps of a long prompt, where there is a budget.
     """
 
     windows: tuple[int, ...]
     bends: bool
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
     """Everything that changes memory, in tokens; `budget_tokens` None keeps all. `config` is a Hugging Face config.
 
-    `window` is what the selector says its observation window is, 0 if it has none. `record_kept` holds every layer's
-    kept positions to the end. `rates` change time estimates only.
+    `axis_settings` are the parameters of all axes. `window` is what the selector says its observation window is, 0 if
+    it has none. `record_kept` holds every layer's kept positions to the end. `rates` change time estimates only.
     """
 
     spec: ModelSpec
@@ -46,7 +49,7 @@ class PlanSettings:
     chunk_size: int
     score_block: int
     budget_tokens: int | None
-    selector_settings: Mapping[str, int | float | str]
+    axis_settings: Mapping[str, Value]
     window: int
     max_new_tokens: int
     attention: str

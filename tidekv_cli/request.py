@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidekv_cli.attention_choice import wished_attention
+from tidekv_cli.axes import Value
 from tidekv_cli.errors import UsageError
-from tidekv_cli.methods import DEFAULT_METHOD, SELECTORS, Method, SelectorInfo, choose
+from tidekv_cli.methods import DEFAULT_METHOD, Method, choose
 from tidekv_cli.profile import DTYPES, MOST_TOKENS, Profile
 
 TRUNCATIONS = ("error", "head", "tail", "middle")
@@ -66,8 +67,7 @@ class EngineChoice:
     """
 
     method: Method
-    selector: SelectorInfo
-    selector_settings: Mapping[str, int | float | str]
+    axis_settings: Mapping[str, Value]
     budget: int | str | None
     chunk_size: int
     score_block: int
@@ -91,13 +91,11 @@ def choose_settings(request: RunRequest, config: Mapping[str, Any], profile: Pro
         request.budget_policy,
         request.kv_store,
     )
-    selector = SELECTORS[method.selector]
     attention = first_given(request.attention, config.get("attention"), "auto")
     choice = EngineChoice(
         method=method,
-        selector=selector,
-        selector_settings=selector.settings(request.parameters),
-        budget=_budget(request, config, profile, selector),
+        axis_settings=method.settings(request.parameters),
+        budget=_budget(request, config, profile, method),
         chunk_size=_tokens(
             "--chunk-size", first_given(request.chunk_size, config.get("chunk_size"), profile.chunk_size)
         ),
@@ -125,10 +123,10 @@ def choose_settings(request: RunRequest, config: Mapping[str, Any], profile: Pro
 def check_budget(choice: EngineChoice, mandatory_tokens: int) -> None:
     """Raise `UsageError` for a budget that does not cover what the selector always keeps."""
     if isinstance(choice.budget, int) and choice.budget < mandatory_tokens:
-        settings = ", ".join(f"{name} {value}" for name, value in choice.selector_settings.items()) or "no parameters"
+        settings = ", ".join(f"{name} {value}" for name, value in choice.axis_settings.items()) or "no parameters"
         raise UsageError(
             f"--budget {choice.budget} is below the {mandatory_tokens} tokens"
-            f" that selector {choice.selector.name} always keeps ({settings})",
+            f" that selector {choice.method.selector} always keeps ({settings})",
             f"use --budget {mandatory_tokens} or more, or let it keep less with --set",
         )
 
@@ -163,13 +161,11 @@ def _tokens(flag: str, value: int) -> int:
     return value
 
 
-def _budget(
-    request: RunRequest, config: Mapping[str, Any], profile: Profile, selector: SelectorInfo
-) -> int | str | None:
-    if not selector.budgeted:
+def _budget(request: RunRequest, config: Mapping[str, Any], profile: Profile, method: Method) -> int | str | None:
+    if not method.selector_info.budgeted:
         if request.budget is not None:
             raise UsageError(
-                f"--budget {request.budget} means nothing with selector {selector.name}, which keeps everything",
+                f"--budget {request.budget} means nothing with selector {method.selector}, which keeps everything",
                 "drop --budget, or choose another --selector",
             )
         return None

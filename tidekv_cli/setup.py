@@ -86,7 +86,7 @@ class Setup:
     ) -> PlanSettings:
         """As chosen, before anything is lowered to make it fit."""
         choice = self.choice
-        selector = choice.selector.build(choice.selector_settings)
+        selector = choice.method.selector_info.build(choice.axis_settings)
         return PlanSettings(
             spec=spec,
             method=choice.method,
@@ -94,7 +94,7 @@ class Setup:
             chunk_size=choice.chunk_size,
             score_block=choice.score_block,
             budget_tokens=choice.budget if isinstance(choice.budget, int) else None,
-            selector_settings=choice.selector_settings,
+            axis_settings=choice.axis_settings,
             window=selector.window,
             max_new_tokens=choice.max_new_tokens,
             attention=attention,
@@ -108,7 +108,7 @@ class Setup:
 
     def fitter(self) -> Fitter:
         """Plans under this choice. Raises `UsageError` for a budget below what the selector always keeps."""
-        selector = self.choice.selector.build(self.choice.selector_settings)
+        selector = self.choice.method.selector_info.build(self.choice.axis_settings)
         check_budget(self.choice, selector.mandatory_tokens)
         return Fitter(self.choice, selector.mandatory_tokens, self.plans)
 

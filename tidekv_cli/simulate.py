@@ -18,6 +18,7 @@ from tidekv_cli.assembly import engine_settings, torch_dtype
 from tidekv_cli.engine import ledger
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.backends import simulated_backend
+from tidekv_cli.engine.budgets import Layers
 from tidekv_cli.engine.decode import next_logits, sampling_weights
 from tidekv_cli.engine.kernel_limits import MOST_HEAD_DIM
 from tidekv_cli.engine.masks import Visible
@@ -58,7 +59,7 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
         engine = engine_settings(settings, length, simulated_backend(settings.attention, settings.device_type))
         adapter = ModelAdapter(few.model)
         prefill = _PhasedPrefill(adapter, ids, engine, meter, few)
-        tail = prefill.last_chunks[-1][1] - max(settings.window, 1)
+        tail = prefill.tail or length
         prefill.chunks, prefill.last_chunks = _unlike(prefill.chunks, tail), _unlike(prefill.last_chunks, tail)
         with meter:
             prompt = prefill.run()
@@ -68,7 +69,7 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
             more = max(settings.max_new_tokens - 2, 0)
             for store in prompt.cache:  # as it is when the last new token but one goes in
                 store.pretend(more)
-            sampling_weights(next_logits(adapter, prompt, 0, length + more), _SAMPLING)
+            sampling_weights(next_logits(adapter, prompt, [0]), _SAMPLING)
             phases.append(meter.peak)
         for number, phase in enumerate(phases):
             phase[ledger.CACHE] += left_out.bytes_before(number // 2)
@@ -77,10 +78,23 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
 
 def regimes(settings: PlanSettings) -> Regimes:
     """Where memory is a straight line over the length, and where it is not."""
-    traits = traits_of(few_layers(_as_json(settings), settings.spec.context_window, torch_dtype(settings)).config)
+    few = few_layers(_as_json(settings), settings.spec.context_window, torch_dtype(settings))
+    traits = traits_of(few.config)
     matrices = settings.attention in ("math", "eager") or traits.odd
     too_wide = settings.device_type == "cuda" and traits.widest_head > MOST_HEAD_DIM
-    return Regimes(traits.windows, matrices or too_wide)
+    rows, *borders = [0] if settings.budget_tokens is None else _budget_borders(settings, settings.budget_tokens, few)
+    windows = {*traits.windows, *(border + settings.max_new_tokens for border in borders)}
+    return Regimes(tuple(sorted(windows)), matrices or too_wide, rows)
+
+
+def _budget_borders(settings: PlanSettings, budget: int, few: FewLayers) -> Sequence[int]:
+    """Prompt lengths at which the budgets of layers that see everything stop growing."""
+    method, values = settings.method, settings.axis_settings
+    with fake_tensors(settings.config):
+        kept = ModelAdapter(few.model).visibles()
+    count = sum(kept[stand_in].everything for stand_in in few.stand_ins)
+    mandatory = method.selector_info.build(values).mandatory_tokens
+    return method.policy_info.layers.build(values).borders(Layers(count, 0, mandatory, budget))
 
 
 def _as_json(settings: PlanSettings) -> str:

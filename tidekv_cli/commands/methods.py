@@ -1,22 +1,77 @@
-"""`tidekv methods`: every method with its axes, what it is after, and its source."""
+"""`tidekv methods`: every method with its axes and purpose, and what there is on each axis."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any
+
 import typer
 
+from tidekv_cli.axes import POLICIES, SCHEDULES, STORES, Parameter, selector_infos
 from tidekv_cli.environment import Environment
-from tidekv_cli.methods import METHODS, SELECTORS
+from tidekv_cli.methods import METHODS
 
 
-def methods(context: typer.Context) -> None:
-    """List the methods and the selectors with their --set parameters."""
-    from tidekv_cli.report import plain_table
+def methods(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """List the methods, and the selectors, budget policies and stores with their --set parameters."""
+    from tidekv_cli.report import Reporter, plain_table
 
     environment: Environment = context.obj
-    points = [(m.name, m.schedule, m.selector, m.budget_policy, m.kv_store, m.purpose) for m in METHODS.values()]
+    selectors, failures = selector_infos()
+    axes: dict[str, list[Any]] = {
+        "selector": selectors,
+        "budget policy": list(POLICIES.values()),
+        "store": list(STORES.values()),
+    }
+    if as_json:
+        document = {
+            "schema": 1,
+            "methods": [_method(name) for name in METHODS],
+            "schedules": SCHEDULES,
+            **{
+                key: [_document(info.name, info.source, info.parameters) for info in axes[axis]]
+                for key, axis in (("selectors", "selector"), ("budget_policies", "budget policy"), ("stores", "store"))
+            },
+            "notes": failures,
+        }
+        environment.write(json.dumps(document, ensure_ascii=False) + "\n")
+        return
+    points = [(m.name, *m.axes, m.purpose) for m in METHODS.values()]
     environment.write(plain_table(("method", "schedule", "selector", "policy", "store", "what it is"), points))
-    rows = [
-        (info.name, info.source, ", ".join(f"{p.name}={p.default} ({p.meaning})" for p in info.parameters) or "none")
-        for info in SELECTORS.values()
-    ]
-    environment.write("\n" + plain_table(("selector", "source", "parameters of --set"), rows))
+    environment.write("\n" + plain_table(("schedule", "what it does"), list(SCHEDULES.items())))
+    for axis, infos in axes.items():
+        rows = [(info.name, info.source, _listed(info.parameters)) for info in infos]
+        environment.write("\n" + plain_table((axis, "source", "parameters of --set"), rows))
+    reporter = Reporter(environment)
+    for failure in failures:
+        reporter.warning(failure)
+
+
+def _listed(parameters: Iterable[Parameter]) -> str:
+    return ", ".join(f"{p.name}={p.default} ({p.meaning})" for p in parameters) or "none"
+
+
+def _method(name: str) -> dict[str, Any]:
+    method = METHODS[name]
+    keys = ("schedule", "selector", "budget_policy", "kv_store")
+    source = dict.fromkeys(
+        info.source for info in (method.selector_info, method.policy_info, method.store_info) if "20" in info.source
+    )
+    return {
+        "name": name,
+        **dict(zip(keys, method.axes, strict=True)),
+        "purpose": method.purpose,
+        "sources": list(source),
+    }
+
+
+def _document(name: str, source: str, parameters: Iterable[Parameter]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "source": source,
+        "parameters": [{"name": p.name, "default": p.default, "meaning": p.meaning} for p in parameters],
+    }

@@ -113,6 +113,25 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[
     return merged.to(dtype), total
 
 
+def few_keys(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, first_position: int
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE over `keys` [B, Hkv, L, D] at positions 0 .. L-1, so few that their logits may be a matrix.
+
+    Query i of `queries` [B, Hq, n, D] is at first_position + i, and sees no key after it.
+    """
+    rows, length = queries.shape[2], keys.shape[2]
+    grouped = queries.float().unflatten(1, (keys.shape[1], -1))  # [B, Hkv, G, n, D]
+    logits = grouped @ keys.float().transpose(2, 3)[:, :, None] * scale  # [B, Hkv, G, n, L]
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
+    if first_position < length - 1:
+        logits.masked_fill_(~CAUSAL.seen(first_position, rows, length, keys.device), float("-inf"))
+    lse = logits.logsumexp(-1)
+    out = (logits - lse[..., None]).exp() @ values.float()[:, :, None]
+    return out.flatten(1, 2).to(queries.dtype), lse.flatten(1, 2)
+
+
 class Eager:
     """Plain softmax attention in float32 with a full [n, L] logit matrix: slow, obvious, for every rule."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -58,25 +58,24 @@ def generate_tokens(
     Positions go on at S, whatever the cache kept. Each token's own K and V join `prompt.cache` when the one after
     it is asked for. Raises `ValueError` for a prompt that has an answer already.
     """
-    if any(store.length != store.prompt_length for store in prompt.cache):
+    if any(store.added for store in prompt.cache):
         raise ValueError("this prompt has been generated from: its cache holds an answer")
     sampler = Sampler(sampling, prompt.logits.device)
-    logits, position = prompt.logits, prompt.length
+    logits = prompt.logits
     for count in range(1, limit + 1):
         token = sampler.choose(logits)
         if token in end:
             return
         yield token
         if count < limit:
-            logits = next_logits(adapter, prompt, token, position)
-            position += 1
+            logits = next_logits(adapter, prompt, [token])
 
 
 @torch.no_grad()
-def next_logits(adapter: ModelAdapter, prompt: Prefilled, token: int, position: int) -> Tensor:
-    """Logits [V] after `token` at `position`, whose K and V join the cache."""
+def next_logits(adapter: ModelAdapter, prompt: Prefilled, tokens: Sequence[int]) -> Tensor:
+    """Logits [V] after `tokens`, one or several that follow what the cache has seen, whose K and V join it."""
     adapter.bind(prompt.cache)
     try:
-        return adapter.step(torch.tensor([[token]], device=adapter.device), position)
+        return adapter.step(torch.tensor([tokens], device=adapter.device), prompt.length + prompt.cache[0].added)
     finally:
         adapter.bind(())

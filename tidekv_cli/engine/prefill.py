@@ -28,6 +28,8 @@ from tidekv_cli.engine.observation import Observation
 from tidekv_cli.engine.selectors import LayerView, Selection, Selector, shared_by_heads, span
 from tidekv_cli.engine.stores import MakeStore, Store
 from tidekv_cli.engine.stores.dense import DenseStore
+from tidekv_cli.engine.stores.rolling import RollingStore
+from tidekv_cli.engine.turning import Turning
 
 # (chunks done, chunks in all)
 Progress = Callable[[int, int], None]
@@ -87,11 +89,13 @@ class LayerMajorPrefill:
         self._shortage = shortage or (lambda tokens: None)
         self._length = ids.shape[1]
         self._whole = settings.schedule == "oneshot"
+        rolling = settings.selector.rolling
+        self._turning = Turning(adapter) if rolling is not None and rolling.slots else None
         self._observer = settings.selector.observer(self._length)
         # Nothing reads the last layer but the last token and the observation queries; before them K and V suffice.
-        self._tail = min(self._length if self._observer is None else self._observer.first, self._length - 1)
+        self.tail = min(self._length if self._observer is None else self._observer.first, self._length - 1)
         size = self._length if self._whole else settings.chunk_size
-        self.last_chunks = chunk_borders(self._length, size, self._tail)  # (start, stop) of each, in the last layer
+        self.last_chunks = chunk_borders(self._length, size, self.tail)  # (start, stop) of each, in the last layer
         self.chunks = [(0, self._length)] if self._whole else self.last_chunks  # in every other layer
         self._longest = self._length + settings.slack
         self._active = ActiveKV(settings.attention, self._observer, self._length, not self._whole, self._longest)
@@ -175,7 +179,7 @@ class LayerMajorPrefill:
 
     def _chunk(self, layer: int, start: int, stop: int, last: bool) -> Tensor | None:
         """One layer over one chunk, written to the bridge; None where only keys and values were wanted."""
-        self._active.place(start, keys_only=last and stop <= self._tail)
+        self._active.place(start, keys_only=last and stop <= self.tail)
         call = self.adapter.record(self._ids[:, start:stop], start, layer)
         hidden = self.adapter.replay(layer, call.hidden if layer == 0 else self._bridge.chunk(start, stop), call)
         if hidden is not None and not last:
@@ -244,8 +248,17 @@ class LayerMajorPrefill:
     def _stored(self, selection: Selection) -> Store:
         """The active layer's rows `selection`; what a layer with a window of its own keeps is dense in any case."""
         settings, active = self._settings, self._active
-        make = settings.store if active.rule.visible.everything else DenseStore
-        return make(active.keys, active.values, selection, settings.slack, settings.attention)
+        rows = active.keys, active.values, selection, settings.slack, settings.attention
+        rolling = settings.selector.rolling
+        if not active.rule.visible.everything:
+            return DenseStore(*rows)
+        if rolling is None:
+            return settings.store(*rows)
+        held = selection.indices.shape[1]
+        limit = held if held < self._length else settings.policy.budget
+        store = RollingStore.of(*rows, rolling.sinks, limit)
+        store.turn = self._turning
+        return store
 
     def _remember(self, selection: Selection, layer: int | None = None) -> None:
         """What will be asked for later: positions, and scores where a layer is trimmed again."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tidekv_cli.engine import ledger
 from tidekv_cli.engine.adapter import ModelAdapter
-from tidekv_cli.engine.decode import generate_tokens
+from tidekv_cli.engine.decode import generate_tokens, next_logits
 from tidekv_cli.engine.memory import restart_device_peaks, unused_bytes
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings, Progress, Shortage
@@ -57,6 +58,10 @@ class Session:
         with meter:
             prompt = LayerMajorPrefill(self.adapter, ids, settings, progress, shortage).run()
         return prompt, meter.peak_bytes
+
+    def follow(self, prompt: Prefilled, token_ids: Sequence[int]) -> Tensor:
+        """Logits [V] after tokens that follow what the cache has seen, whose K and V join it."""
+        return next_logits(self.adapter, prompt, token_ids)
 
     def generate(self, prompt: Prefilled, sampling: SamplingSettings, limit: int) -> Iterator[int]:
         """Token ids of the answer, at most `limit`, without the end token."""

@@ -49,15 +49,17 @@ class LayerPolicy(Protocol):
     """Shares rows over layers. Budgets sum up to count x min(budget, length) exactly, once all layers are read."""
 
     @property
-    def window(self) -> int:
-        """How many of the last queries it looks at; 0 for none."""
-
-    @property
     def revises(self) -> bool:
         """Whether a layer's budget may fall once later ones are read."""
 
     def begin(self, layers: Layers) -> LayerBudgets:
         """For one prompt."""
+
+    def borders(self, layers: Layers) -> Sequence[int]:
+        """Prompt lengths, ascending, at which a layer's budget stops growing with the prompt, whatever `layers.length`.
+
+        Between them budgets are straight lines over the length.
+        """
 
 
 class HeadPolicy(Protocol):

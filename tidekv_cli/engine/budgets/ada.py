@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ class AdaHeads:
     """
 
     alpha: float = 0.2
-    ragged: bool = True
+    ragged: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.alpha <= 1.0:

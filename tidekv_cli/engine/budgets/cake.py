@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,8 +30,7 @@ class Cake:
 
     tau1: float = 1.6
     tau2: float = 0.4
-    window: int = 32
-    revises: bool = True
+    revises: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (self.tau1 > 0 and self.tau2 > 0):
@@ -39,6 +39,10 @@ class Cake:
     def begin(self, layers: Layers) -> LayerBudgets:
         """See `LayerPolicy.begin`."""
         return _Preferences(self, layers)
+
+    def borders(self, layers: Layers) -> Sequence[int]:
+        """See `LayerPolicy.borders`. The first layer holds the whole total until the second is read."""
+        return 2 * layers.budget, layers.count * max(layers.budget - layers.mandatory, 0) + layers.mandatory
 
     def preference(self, view: LayerView) -> float:
         """Of one layer. Not negative; what is no number, as of a window of one query, is 0."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar
 
 from tidekv_cli.engine.budgets import LayerBudgets, Layers
 from tidekv_cli.engine.budgets.apportion import apportion
@@ -20,8 +22,7 @@ class Pyramid:
     """
 
     beta: int = 20
-    window: int = 0
-    revises: bool = False
+    revises: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.beta < 1:
@@ -35,3 +36,7 @@ class Pyramid:
         step = 2 * (mean - least) / max(layers.count - 1, 1)
         line = [2 * mean - least - step * layer for layer in range(layers.count)] if layers.count > 1 else [mean]
         return Fixed([always + rows for rows in apportion(line, layers.free_total, [layers.free_most] * layers.count)])
+
+    def borders(self, layers: Layers) -> Sequence[int]:
+        """See `LayerPolicy.borders`."""
+        return (2 * layers.budget,)

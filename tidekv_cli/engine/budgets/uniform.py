@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tidekv_cli.engine.budgets import BudgetPolicy, LayerBudgets, Layers
 from tidekv_cli.engine.scoring import StreamingTopK
@@ -14,12 +15,15 @@ from tidekv_cli.engine.selectors import LayerView, Selection, Selector
 class EvenLayers:
     """K_l = K for every layer."""
 
-    window: int = 0
-    revises: bool = False
+    revises: ClassVar[bool] = False
 
     def begin(self, layers: Layers) -> LayerBudgets:
         """See `LayerPolicy.begin`."""
         return Fixed([min(layers.budget, layers.length)] * layers.count)
+
+    def borders(self, layers: Layers) -> Sequence[int]:
+        """See `LayerPolicy.borders`."""
+        return (layers.budget,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class Fixed:
 class EvenHeads:
     """Every head of a layer keeps as many rows."""
 
-    ragged: bool = False
+    ragged: ClassVar[bool] = False
 
     def select(self, selector: Selector, view: LayerView, budget: int) -> Selection:
         """See `HeadPolicy.select`."""

@@ -64,12 +64,20 @@ class Ranking:
     blocks: Iterator[Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Rolling:
+    """All rows but the first `sinks` make room for new ones; with `slots`, places in the cache count as positions."""
+
+    sinks: int
+    slots: bool
+
+
 class Selector(Protocol):
     """A rule for which entries stay. Subclasses that score by themselves need `select` alone, others `rank` alone.
 
     `window` is how many of the prompt's last queries it looks at, 0 for none; `mandatory_tokens` what it always keeps,
-    which a budget must cover. `rolling_sinks` is not None for one that goes on dropping its oldest rows while tokens
-    are generated: all but so many of the first ones.
+    which a budget must cover. `rolling` is not None for one that goes on dropping its oldest rows while tokens are
+    generated.
     """
 
     @property
@@ -83,8 +91,8 @@ class Selector(Protocol):
         return 1
 
     @property
-    def rolling_sinks(self) -> int | None:
-        """First rows that stay while others make room for new tokens; None where nothing does."""
+    def rolling(self) -> Rolling | None:
+        """How rows make room for new tokens; None where they do not."""
         return None
 
     def observer(self, length: int) -> Observer | None:

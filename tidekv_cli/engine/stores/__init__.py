@@ -23,6 +23,11 @@ class Store(Protocol):
         """Those that were kept of the prompt."""
 
     @property
+    def added(self) -> int:
+        """Rows of new tokens that were taken since."""
+        return self.length - self.prompt_length
+
+    @property
     def nbytes(self) -> int:
         """Bytes held, room for new tokens included."""
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from tidekv_cli.engine.attention import Attention, Rule
 from tidekv_cli.engine.ledger import CACHE, book
 from tidekv_cli.engine.selectors import Selection
+from tidekv_cli.engine.stores import Store
 
 
-class DenseStore:
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Makes dense stores: see `stores.MakeStore`."""
+
+    def __call__(self, keys: Tensor, values: Tensor, kept: Selection, slack: int, attention: Attention) -> DenseStore:
+        """Of the rows `kept`."""
+        return DenseStore(keys, values, kept, slack, attention)
+
+
+class DenseStore(Store):
     """One layer's compact cache: rows [1, Hkv, capacity, D], of which `length` are filled, `prompt_length` at first.
 
     `slack` rows are kept free for new tokens, so that decoding copies nothing; past them capacity grows by half.
@@ -25,7 +37,7 @@ class DenseStore:
         assert kept.counts is None
         rows = _gathered(keys, kept.indices, self._slack), _gathered(values, kept.indices, self._slack)
         self._keys, self._values = rows  # both or none, should memory run out
-        self.length = self.prompt_length = kept.indices.shape[1]
+        self._length = self._prompt_length = kept.indices.shape[1]
         book(CACHE, self._keys, self._values)
 
     def trim(self, rows: Selection) -> None:
@@ -34,7 +46,17 @@ class DenseStore:
 
     def pretend(self, tokens: int) -> None:
         """See `Store.pretend`."""
-        self.length += tokens
+        self._length += tokens
+
+    @property
+    def length(self) -> int:
+        """See `Store.length`."""
+        return self._length
+
+    @property
+    def prompt_length(self) -> int:
+        """See `Store.prompt_length`."""
+        return self._prompt_length
 
     @property
     def keys(self) -> Tensor:
@@ -60,7 +82,7 @@ class DenseStore:
             book(CACHE, self._keys, self._values)
         self._keys[:, :, self.length : stop] = keys
         self._values[:, :, self.length : stop] = values
-        self.length = stop
+        self._length = stop
         return self.keys, self.values
 
     def attend(self, queries: Tensor, scale: float, rule: Rule) -> Tensor:

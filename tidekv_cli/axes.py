@@ -1,0 +1,271 @@
+"""What there is on the axes selector, budget policy and store, with parameters and limits. Readable without torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from tidekv_cli.errors import UsageError
+
+SCHEDULES = {
+    "tide": "layer by layer in chunks; a layer is evicted when all of the prompt went through it",
+    "oneshot": "the whole prompt at once; a layer is evicted right after its attention",
+    "chunked": "chunk by chunk through all layers; nothing is evicted",
+    "online": "chunk by chunk through all layers; each is evicted after every chunk",
+}
+_GROUP = "tidekv.selectors"  # of entry points
+_KIND_NAMES = {int: "whole number", float: "number", str: "text"}
+Value = int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One `--set` key."""
+
+    name: str
+    default: Value
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something with parameters that an object is made of; `target` is its "module:Class"."""
+
+    name: str
+    target: str
+    source: str
+    parameters: tuple[Parameter, ...] = ()
+
+    def build(self, values: Mapping[str, Any]) -> Any:
+        """The object, with its own of `values` over the defaults (imports torch). Raises `UsageError`."""
+        module, _, name = self.target.partition(":")
+        settings = {p.name: converted(p, values.get(p.name, p.default)) for p in self.parameters}
+        return getattr(importlib.import_module(module), name)(**settings)
+
+
+def converted(parameter: Parameter, value: Any) -> Value:
+    """`value` as the type of the parameter's default. Raises `UsageError`."""
+    kind = type(parameter.default)
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise UsageError(f"{parameter.name}={value} is no {_KIND_NAMES[kind]}", f"it is {parameter.meaning}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class SelectorInfo(Part):
+    """A selector. `budgeted` is False where a budget means nothing.
+
+    `scores` says whether rows have scores: `head` for each head its own, `layer` one for all heads, or none. `windowed`
+    if it looks at the prompt's last queries, `rolling` if it drops rows while tokens are generated.
+    """
+
+    budgeted: bool = True
+    scores: str = "none"
+    windowed: bool = False
+    rolling: bool = False
+    schedules: tuple[str, ...] = ("tide", "oneshot", "online")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInfo:
+    """A budget policy: how layers share, and how the heads of a layer do."""
+
+    name: str
+    layers: Part
+    heads: Part
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Of both."""
+        return self.layers.parameters + self.heads.parameters
+
+    @property
+    def source(self) -> str:
+        """Of both."""
+        return "; ".join(dict.fromkeys(part.source for part in (self.layers, self.heads) if part.source)) or "control"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInfo(Part):
+    """A store. `ragged` if heads may keep different numbers of rows, `trims` if a layer can be trimmed again."""
+
+    ragged: bool = False
+    trims: bool = True
+
+
+_WINDOW = Parameter("window", 32, "last queries that score the keys")
+_SINKS = Parameter("sinks", 0, "first tokens always kept")
+_SELECTORS = "tidekv_cli.engine.selectors"
+SELECTORS = {
+    info.name: info
+    for info in (
+        SelectorInfo(
+            "snapkv",
+            f"{_SELECTORS}.snapkv:SnapKV",
+            "Li et al., SnapKV, 2024",
+            (
+                _WINDOW,
+                Parameter("pool", "max", "avg or max"),
+                Parameter("pool_kernel", 7, "keys pooled together, odd"),
+                _SINKS,
+            ),
+            scores="head",
+            windowed=True,
+        ),
+        SelectorInfo("recent", f"{_SELECTORS}.recent:Recent", "sliding control", (_SINKS,)),
+        SelectorInfo(
+            "streaming",
+            f"{_SELECTORS}.streaming:Streaming",
+            "Xiao et al., StreamingLLM, 2024",
+            (
+                Parameter("sinks", 4, "first tokens always kept"),
+                Parameter("positions", "absolute", "absolute, or slot: numbered by their place in the cache"),
+            ),
+            rolling=True,
+        ),
+        SelectorInfo(
+            "chunkkv",
+            f"{_SELECTORS}.chunkkv:ChunkKV",
+            "Liu et al., ChunkKV, 2025",
+            (_WINDOW, Parameter("run", 20, "tokens that are kept or evicted together")),
+            scores="layer",
+            windowed=True,
+            schedules=("tide", "oneshot"),
+        ),
+        SelectorInfo("keydiff", f"{_SELECTORS}.keydiff:KeyDiff", "Park et al., KeyDiff, 2025", scores="head"),
+        SelectorInfo(
+            "h2o",
+            f"{_SELECTORS}.h2o:H2O",
+            "Zhang et al., H2O, 2023",
+            (Parameter("recent", 0.5, "part of the budget that is the most recent tokens"),),
+            scores="head",
+            schedules=("tide", "oneshot"),
+        ),
+        SelectorInfo(
+            "cake",
+            f"{_SELECTORS}.cake:CakeScore",
+            "Qin et al., CAKE, 2025",
+            (
+                _WINDOW,
+                Parameter("gamma", 200.0, "weight of the variance over the window"),
+                Parameter("pool_kernel", 5, "keys pooled together, odd"),
+            ),
+            scores="head",
+            windowed=True,
+        ),
+        SelectorInfo(
+            "all",
+            f"{_SELECTORS}.keep_all:KeepAll",
+            "control: no eviction",
+            budgeted=False,
+            schedules=("tide", "oneshot", "chunked"),
+        ),
+    )
+}
+
+_BUDGETS = "tidekv_cli.engine.budgets"
+_EVEN_LAYERS = Part("even", f"{_BUDGETS}.uniform:EvenLayers", "")
+_EVEN_HEADS = Part("even", f"{_BUDGETS}.uniform:EvenHeads", "")
+_PYRAMID = Part(
+    "pyramid",
+    f"{_BUDGETS}.pyramid:Pyramid",
+    "Cai et al., PyramidKV, 2024",
+    (Parameter("beta", 20, "the last layer gets a beta-th of the mean"),),
+)
+_CAKE = Part(
+    "cake",
+    f"{_BUDGETS}.cake:Cake",
+    "Qin et al., CAKE, 2025",
+    (
+        Parameter("tau1", 1.6, "entropy to the power 1 / tau1"),
+        Parameter("tau2", 0.4, "variance to the power 1 / tau2"),
+    ),
+)
+_ADA = Part(
+    "ada",
+    f"{_BUDGETS}.ada:AdaHeads",
+    "Feng et al., Ada-KV, 2024",
+    (Parameter("alpha", 0.2, "part of every head's budget that is the mean"),),
+)
+POLICIES = {
+    info.name: info
+    for info in (
+        PolicyInfo("uniform", _EVEN_LAYERS, _EVEN_HEADS),
+        PolicyInfo("pyramid", _PYRAMID, _EVEN_HEADS),
+        PolicyInfo("cake", _CAKE, _EVEN_HEADS),
+        PolicyInfo("ada", _EVEN_LAYERS, _ADA),
+        PolicyInfo("ada-pyramid", _PYRAMID, _ADA),
+        PolicyInfo("ada-cake", _CAKE, _ADA),
+    )
+}
+
+_STORES = "tidekv_cli.engine.stores"
+STORES = {
+    info.name: info
+    for info in (
+        StoreInfo("dense", f"{_STORES}.dense:Dense", "rows of all heads in one tensor"),
+        StoreInfo("flat", f"{_STORES}.flat:Flat", "rows head after head, as many as each keeps", ragged=True),
+        StoreInfo(
+            "quantized",
+            f"{_STORES}.quantized:Quantized",
+            "Liu et al., KIVI, 2024",
+            (
+                Parameter("bits", 4, "2, 4 or 8"),
+                Parameter("group", 32, "numbers that share a scale"),
+                Parameter("residual", 128, "newest tokens in full precision"),
+            ),
+            trims=False,
+        ),
+    )
+}
+
+
+def selector_info(name: str) -> SelectorInfo | None:
+    """The selector called `name`, of this package or an installed one; None if there is none.
+
+    Raises `UsageError` where another package offers it and cannot be used.
+    """
+    if name in SELECTORS:
+        return SELECTORS[name]
+    point = next((point for point in _offered() if point.name == name), None)
+    found = None if point is None else _loaded(point)
+    if isinstance(found, str):
+        raise UsageError(found, "repair or remove the package that offers it")
+    return found
+
+
+def selector_names() -> list[str]:
+    """Of this package, then of others."""
+    return [*SELECTORS, *(point.name for point in _offered())]
+
+
+def selector_infos() -> tuple[list[SelectorInfo], list[str]]:
+    """All that can be used, and what is wrong with others."""
+    found, failures = list(SELECTORS.values()), []
+    for point in _offered():
+        loaded = _loaded(point)
+        if isinstance(loaded, str):
+            failures.append(loaded)
+        else:
+            found.append(loaded)
+    return found, failures
+
+
+def _offered() -> list[EntryPoint]:
+    """By other packages; one that has a name of this package's is not seen."""
+    return [point for point in entry_points(group=_GROUP) if point.name not in SELECTORS]
+
+
+def _loaded(point: EntryPoint) -> SelectorInfo | str:
+    """What another package offers, or what is wrong with it."""
+    try:
+        info = point.load()
+    except Exception as error:  # another package's code may raise anything
+        return f"selector {point.name} of {point.value} cannot be loaded: {type(error).__name__}: {error}"
+    if not isinstance(info, SelectorInfo) or info.name != point.name:
+        return f"selector {point.name} of {point.value} is no SelectorInfo of that name"
+    return info

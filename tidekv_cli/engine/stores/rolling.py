@@ -1,0 +1,149 @@
+"""Rolling store: attention sinks and the most recent rows, of which new ones take the place of the oldest, for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tidekv_cli.engine.attention import Attention, Rule, few_keys, merge, with_sinks
+from tidekv_cli.engine.ledger import CACHE, book
+from tidekv_cli.engine.masks import Visible
+from tidekv_cli.engine.selectors import Selection
+from tidekv_cli.engine.stores import Store
+
+# (queries [1, H, n, D], whole numbers [n]) -> the same queries as if each were so many positions earlier
+Turn = Callable[[Tensor, Tensor], Tensor]
+_SPARE = 64  # rows, so that the recent ones are seldom moved
+
+
+class RollingStore(Store):
+    """`limit` rows a head at most: the first `sinks`, and the newest. Every query sees what was held at its own time.
+
+    With `turn`, places in the cache count as positions: queries are turned back for the sinks, which else would be
+    further and further away; among the recent rows distances are the same either way.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, limit: int, sinks: int, room: int, attention: Attention) -> None:
+        """Empty, for rows like `keys` and `values` [1, Hkv, n, D], with `room` for so many of them beside the sinks."""
+        self._attention, self._limit = attention, limit
+        self._most = limit - sinks  # recent rows
+        self._sinks = _rows(keys, sinks), _rows(values, sinks)
+        self._recent = _rows(keys, room), _rows(values, room)
+        book(CACHE, *self._sinks, *self._recent)
+        self._sunk = self._fresh_sinks = self._start = self._stop = self._seen = self._prompt = self._prompt_rows = 0
+        self.turn: Turn | None = None
+
+    @classmethod
+    def of(
+        cls, keys: Tensor, values: Tensor, kept: Selection, slack: int, attention: Attention, sinks: int, limit: int
+    ) -> RollingStore:
+        """Of the rows `kept` of the `keys` and `values` [1, Hkv, S, D] of a whole prompt."""
+        assert kept.counts is None
+        held = kept.indices.shape[1]
+        sunk = min(sinks, held - 1)
+        store = cls(keys, values, max(limit, held), sunk, held - sunk + max(slack, 1), attention)
+        store._sunk, store._stop, store._seen = sunk, held - sunk, keys.shape[2]
+        for rows, first, recent in zip((keys, values), store._sinks, store._recent, strict=True):
+            for head, index in enumerate(kept.indices.unbind()):
+                first[0, head] = rows[0, head].index_select(0, index[:sunk])
+                recent[0, head, : held - sunk] = rows[0, head].index_select(0, index[sunk:])
+        store.prompt_ends()
+        return store
+
+    def prompt_ends(self) -> None:
+        """What comes from here on is new."""
+        self._prompt, self._prompt_rows = self._seen, self.length
+
+    @property
+    def length(self) -> int:
+        """See `Store.length`."""
+        return self._sunk + min(self._stop - self._start, self._most)
+
+    @property
+    def prompt_length(self) -> int:
+        """See `Store.prompt_length`."""
+        return self._prompt_rows
+
+    @property
+    def added(self) -> int:
+        """See `Store.added`."""
+        return self._seen - self._prompt
+
+    @property
+    def nbytes(self) -> int:
+        """See `Store.nbytes`."""
+        return sum(rows.nbytes for rows in (*self._sinks, *self._recent))
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Store.append`. The first rows of a text that begins here are its sinks."""
+        given, count = (keys, values), keys.shape[2]
+        first = min(self._sinks[0].shape[2] - self._sunk, count) if self._seen == self._sunk else 0
+        for held, rows in zip(self._sinks, given, strict=True):
+            held[:, :, self._sunk : self._sunk + first] = rows[:, :, :first]
+        self._sunk, self._fresh_sinks = self._sunk + first, first
+        self._make_room(count - first)
+        for held, rows in zip(self._recent, given, strict=True):
+            held[:, :, self._stop : self._stop + count - first] = rows[:, :, first:]
+        self._stop += count - first
+        self._seen += count
+        return keys, values
+
+    def _make_room(self, count: int) -> None:
+        """For `count` rows after the recent ones that the next query still sees."""
+        held = min(self._stop - self._start, self._most - 1)
+        self._start = self._stop - held
+        capacity = self._recent[0].shape[2]
+        if self._stop + count <= capacity:
+            return
+        if held + count > capacity:
+            more = max(held + count, min(capacity * 3 // 2, self._most + _SPARE))
+            keys, values = (_moved(rows, self._start, held, _rows(rows, more)) for rows in self._recent)
+            self._recent = keys, values
+            book(CACHE, keys, values)
+        else:
+            for rows in self._recent:
+                _moved(rows, self._start, held, rows)
+        self._start, self._stop = 0, held
+
+    def attend(self, queries: Tensor, scale: float, rule: Rule) -> Tensor:
+        """See `Store.attend`."""
+        count, first = queries.shape[2], self._fresh_sinks  # queries of sinks see no recent row
+        keys, values = (rows[:, :, self._start : self._stop] for rows in self._recent)
+        parts = []
+        if first < count:
+            recent = replace(rule, visible=Visible(self._most), sinks=None)
+            out, lse = self._attention.attend(queries[:, :, first:], keys, values, scale, recent)
+            parts.append((F.pad(out, (0, 0, first, 0)), F.pad(lse, (first, 0), value=-inf)))
+        if self._sunk:
+            positions = torch.arange(self._seen - count, self._seen, device=queries.device)
+            back = queries
+            if self.turn is not None:
+                back = self.turn(queries, (positions - (self._limit - 1)).clamp_(min=0))
+            sink_keys, sink_values = (rows[:, :, : self._sunk] for rows in self._sinks)
+            parts.append(few_keys(back, sink_keys, sink_values, scale, rule.softcap, self._seen - count))
+        out, lse = parts[0] if len(parts) == 1 else merge(*parts)
+        return with_sinks(out, lse, rule.sinks)[0]
+
+    def trim(self, rows: Selection) -> None:
+        """Not for this store: no layer's budget may fall."""
+        raise NotImplementedError
+
+    def pretend(self, tokens: int) -> None:
+        """See `Store.pretend`."""
+        self._seen += tokens
+
+
+def _rows(like: Tensor, rows: int) -> Tensor:
+    return like.new_empty(1, like.shape[1], rows, like.shape[3])
+
+
+def _moved(rows: Tensor, start: int, count: int, target: Tensor) -> Tensor:
+    """Rows start .. start+count-1 in front of `target`, which may be the same tensor."""
+    for head in range(rows.shape[1]):
+        target[0, head, :count] = rows[0, head, start : start + count].clone()
+    return target

@@ -1,0 +1,84 @@
+"""Queries as if they stood at other positions, for models that rotate in halves. Knows no store and no schedule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tidekv_cli.engine.adapter import KeysOnlyError, ModelAdapter
+from tidekv_cli.engine.attention import Rule
+from tidekv_cli.engine.readback import numbers
+from tidekv_cli.errors import ModelError
+
+_FAR, _BY = 40, 7  # positions that a check is made at
+_ALIKE = 1e-2  # of the largest number; what is not alike differs by about 1
+
+
+class Turning:
+    """Turns rotated queries of a model back by whole positions.
+
+    Raises `ModelError` for a model whose layers rotate in another way, or by more than one table.
+    """
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        found = [
+            module for module in adapter.model.modules() if "inv_freq" in dict(module.named_buffers(recurse=False))
+        ]
+        self._rotary = found[0] if len(found) == 1 else None
+        if self._rotary is None or self._differs(adapter):
+            raise ModelError(
+                f"{type(adapter.model).__name__} does not rotate its keys in the one way that positions=slot can turn",
+                "use positions=absolute",
+            )
+
+    def __call__(self, queries: Tensor, by: Tensor) -> Tensor:
+        """Queries [1, H, n, D] as if each were `by` [n] positions earlier."""
+        assert self._rotary is not None
+        cos, sin = self._tables(self._rotary, queries, by)
+        size = cos.shape[-1]
+        turned = queries[..., :size].float()
+        half = torch.cat((-turned[..., size // 2 :], turned[..., : size // 2]), -1)
+        back = (turned * cos - half * sin).to(queries.dtype)
+        return torch.cat((back, queries[..., size:]), -1)
+
+    def _tables(self, rotary: nn.Module, like: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [n, D] in float32, without the factor that some types of rotation put on both."""
+        positions = torch.cat((by, by.new_zeros(1)))[None]
+        cos, sin = rotary(like.float(), positions)
+        factor = cos[0, -1:]  # the cosine of 0
+        return cos[0, :-1] / factor, sin[0, :-1] / factor
+
+    def _differs(self, adapter: ModelAdapter) -> bool:
+        """Whether keys of one token at two positions are not turned into each other."""
+        near, far = (_first_keys(adapter, position) for position in (_FAR, _FAR + _BY))
+        if far.shape[-1] % 2:
+            return True
+        turned = self(far, torch.full((1,), _BY, device=far.device))
+        difference = (turned.float() - near.float()).abs().max() / near.float().abs().max()
+        return not numbers(difference[None], (0.0,))[0] < _ALIKE
+
+
+class _Caught:
+    """Takes a layer's keys and wants nothing more."""
+
+    keys: Tensor
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys = keys
+        raise KeysOnlyError
+
+    def attend(self, queries: Tensor, scale: float, rule: Rule) -> Tensor:
+        raise AssertionError
+
+
+@torch.no_grad()
+def _first_keys(adapter: ModelAdapter, position: int) -> Tensor:
+    """Keys [1, Hkv, 1, D] of the first layer for token 1 at `position`."""
+    caught = _Caught()
+    adapter.bind([caught] * len(adapter.layers))
+    try:
+        call = adapter.record(torch.ones(1, 1, dtype=torch.long, device=adapter.device), position, 0)
+        adapter.replay(0, call.hidden, call)
+    finally:
+        adapter.bind(())
+    return caught.keys
