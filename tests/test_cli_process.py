@@ -87,10 +87,15 @@ def test_a_hang_up_that_is_ignored_stays_so(document: str) -> None:
     assert process.returncode == 0 and out.strip()
 
 
+def _hear_hang_ups() -> None:
+    """Also where the tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
 def test_what_is_verified_ends_with_the_probe(embedded_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "tidekv_cli", "probe-capacity", "--memory-limit", "1100MiB", "--verify"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_hear_hang_ups)
     deadline = time.monotonic() + 60
     while not (children := psutil.Process(process.pid).children()) and time.monotonic() < deadline:
         time.sleep(0.1)

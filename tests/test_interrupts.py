@@ -29,6 +29,13 @@ def test_what_is_swallowed_is_raised_again(tmp_path: Path) -> None:
         assert done.stdout.split() == ["lost", "heard", "quiet"], done.stderr
 
 
+def test_what_a_destructor_may_not_raise_is_raised_soon_and_not_told_of(tmp_path: Path) -> None:
+    press = "class Held:\n def __del__(self):\n  os.kill(os.getpid(), signal.SIGINT)\n  time.sleep(0.1)\n"
+    code = f"{press}try:\n held = Held()\n del held\n time.sleep(2)\nexcept KeyboardInterrupt:\n print('heard')\n"
+    done = run(code, tmp_path)
+    assert done.stdout.split() == ["heard"] and done.stderr == ""
+
+
 def test_a_second_signal_does_not_disturb_the_first(tmp_path: Path) -> None:
     press = "os.kill(os.getpid(), signal.SIGINT)"
     code = (

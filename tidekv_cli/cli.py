@@ -60,6 +60,7 @@ def main(arguments: Sequence[str], environment: Environment) -> int:
     except BrokenPipeError:
         return ExitCode.CLOSED_PIPE
     except KeyboardInterrupt:
+        interrupts.settle()
         return _failed(Interrupted("interrupted", "start it again"), arguments, environment)
     except Exception as error:
         if environment.environ.get("TIDEKV_TRACEBACK"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 
+from tidekv_cli import interrupts
 from tidekv_cli.documents import read_documents
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.environment import Environment
@@ -66,6 +67,7 @@ class Runner:
         try:
             self._answer(run)
         except KeyboardInterrupt:
+            interrupts.settle()
             run.outcome.finish_reason = "interrupted"
             self._end(run)
             self._reporter.error(Interrupted("interrupted", "start it again"))
