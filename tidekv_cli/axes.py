@@ -91,10 +91,14 @@ class PolicyInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo(Part):
-    """A store. `ragged` if heads may keep different numbers of rows, `trims` if a layer can be trimmed again."""
+    """A store. `ragged` if heads may keep different numbers of rows, `trims` if a layer can be trimmed again.
+
+    `grouped` if rows are held in groups of up to 256.
+    """
 
     ragged: bool = False
     trims: bool = True
+    grouped: bool = False
 
 
 _WINDOW = Parameter("window", 32, "last queries that score the keys")
@@ -219,6 +223,7 @@ STORES = {
                 Parameter("residual", 128, "newest tokens in full precision"),
             ),
             trims=False,
+            grouped=True,
         ),
     )
 }

@@ -40,7 +40,7 @@ class Capacity:
         most = self.plan.max_context_tokens
         if most is None:
             return None
-        return "window" if most == self.plan.settings.spec.context_window else "memory"
+        return "window" if most == self.plan.settings.context_limit else "memory"
 
 
 def probe(planner: Planner, contexts: Sequence[int] = ()) -> Capacity:
@@ -60,5 +60,5 @@ def _ladder(longest: int | None) -> list[int]:
 
 def _row(planner: Planner, context: int) -> Row:
     plan = planner.plan(max(context - planner.settings.max_new_tokens, 1))
-    window = planner.settings.spec.context_window
+    window = planner.settings.context_limit
     return Row(context, plan.fits, window is None or context <= window, plan.bytes, plan.headroom_bytes)

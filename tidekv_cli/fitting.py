@@ -141,7 +141,8 @@ def _full_cache_peak(plan: Plan) -> int | None:
     The rows that are evicted now would be on top of it.
     """
     settings, spec, free = plan.settings, plan.settings.spec, plan.settings.free_bytes
-    if settings.budget_tokens is None or settings.budget_tokens >= plan.prompt_tokens:
+    evicts = settings.budget_tokens is not None and settings.budget_tokens < plan.prompt_tokens
+    if settings.budget_tokens is None or not evicts or settings.method.kv_store == "quantized":
         return None
     row = 2 * spec.layers * spec.kv_heads * spec.head_dim * ITEM_BYTES[settings.dtype]
     peak = plan.bytes.peak + (plan.prompt_tokens - settings.budget_tokens) * row

@@ -34,13 +34,22 @@ class KeptFile:
             raise self._unwritable(error) from error
 
     def write(self, ids: list[int], kept: list[Any]) -> None:
-        """`prompt_ids` [S] int64, and positions [Hkv, K] int64 of layer n as `layer_00n`."""
+        """`prompt_ids` [S] int64, and positions [Hkv, K] int64 of layer n as `layer_00n`.
+
+        Where heads keep different numbers, `layer_00n_values` are the positions head after head, and
+        `layer_00n_offsets` [Hkv + 1] where each head's begin.
+        """
         import numpy as np
 
-        arrays: dict[str, Any] = {
-            "prompt_ids": np.array(ids, dtype=np.int64),
-            **{f"layer_{layer:03d}": indices.cpu().numpy() for layer, indices in enumerate(kept)},
-        }
+        arrays: dict[str, Any] = {"prompt_ids": np.array(ids, dtype=np.int64)}
+        for layer, found in enumerate(kept):
+            name = f"layer_{layer:03d}"
+            if isinstance(found, list):
+                heads = [positions.cpu().numpy() for positions in found]
+                arrays[f"{name}_values"] = np.concatenate(heads)
+                arrays[f"{name}_offsets"] = np.cumsum([0, *map(len, heads)], dtype=np.int64)
+            else:
+                arrays[name] = found.cpu().numpy()
         try:
             with self._scratch.open("wb") as file:
                 np.savez(file, **arrays)

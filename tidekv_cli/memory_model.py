@@ -65,6 +65,8 @@ class MemoryModel:
 
     def phases(self, length: int) -> Phases:
         """Bytes by item at the peak of each of `simulate`'s phases."""
+        if self._settings.method.store_info.grouped and self._line_for(length) is not None:
+            length = -(-length // _ALIGNED) * _ALIGNED  # a group of rows is held whole
         starts = self._line_for(length)
         if starts is None:
             return self._sampled(length)

@@ -133,7 +133,7 @@ class Model:
         self._check_tokens(prompt.token_ids)
         self._read_memory()
         settings = self.settings(record_kept)
-        window = None if allow_beyond_window else settings.spec.context_window
+        window = None if allow_beyond_window else settings.context_limit
         window_left = max(_or_no_limit(window) - settings.max_new_tokens, 0)
         plan = self.fitter.plan(settings, len(prompt.token_ids))
         allowed = min(window_left, _or_no_limit(plan.memory_prompt_tokens))

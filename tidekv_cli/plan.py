@@ -74,7 +74,7 @@ class Plan:
     @property
     def max_context_tokens(self) -> int | None:
         """The most tokens, prompt and new ones together, that fit the memory and the model's window."""
-        known = [n for n in (self.memory_context_tokens, self.settings.spec.context_window) if n is not None]
+        known = [n for n in (self.memory_context_tokens, self.settings.context_limit) if n is not None]
         return min(known, default=None)
 
     @property
@@ -133,7 +133,7 @@ class Planner:
             low, high = (start, _LONGEST) if self.fits(start) else (1, start)
             return last_that_fits(self.headroom, low, high) if self.fits(low) else 0
         # Each length is simulated: none longer than twice the longest that fits, or than the window.
-        window = self.settings.spec.context_window or _LONGEST
+        window = self.settings.context_limit or _LONGEST
         low, high = 1, min(_FIRST_EAGER, window)
         while high < window and self.fits(high):
             low, high = high, min(2 * high, window)

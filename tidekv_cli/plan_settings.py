@@ -61,6 +61,18 @@ class PlanSettings:
     rates: Rates = NO_RATES
 
     @property
+    def context_limit(self) -> int | None:
+        """Tokens of prompt and answer that the model's window allows; None where there is no limit.
+
+        Where places in the cache count as positions, new tokens take none, and neither does what a schedule evicts as
+        it reads.
+        """
+        window = self.spec.context_window
+        if window is None or self.axis_settings.get("positions") != "slot":
+            return window
+        return None if self.method.schedule == "online" else window + self.max_new_tokens
+
+    @property
     def device_type(self) -> str:
         """What torch calls the device: `cpu` or `cuda`."""
         return "cpu" if self.device_kind == "cpu" else "cuda"

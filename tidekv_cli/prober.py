@@ -114,7 +114,7 @@ class Prober:
 
 def _check_lengths(planner: Planner, wanted: ProbeRequest) -> None:
     """Raise where no prompt is left beside the new tokens, or a length is too long to be simulated."""
-    window, new = planner.settings.spec.context_window, planner.settings.max_new_tokens
+    window, new = planner.settings.context_limit, planner.settings.max_new_tokens
     if window is not None and new >= window:
         raise WindowError(
             f"{new} new tokens leave no room for a prompt in the model's window of {window}",

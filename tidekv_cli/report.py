@@ -116,7 +116,8 @@ class Reporter:
     def _setting(self, model: str, device: Device, profile_name: str, settings: PlanSettings) -> None:
         """Model, device and method, three lines."""
         method, sources = settings.method, device.sources
-        budget = "all" if settings.budget_tokens is None else settings.budget_tokens
+        kept_whole = "full" if settings.method.selector_info.budgeted else "all"
+        budget = kept_whole if settings.budget_tokens is None else settings.budget_tokens
         self._line(f"model     {model}  {settings.spec.architecture}, {settings.dtype}")
         self._line(
             f"device    {device.name} ({device.kind}, profile {profile_name}):"
@@ -228,7 +229,7 @@ def _headroom(plan: Plan, device: Device) -> str:
 
 
 def _largest(plan: Plan) -> str:
-    window, limit, new = plan.settings.spec.context_window, plan.max_context_tokens, plan.settings.max_new_tokens
+    window, limit, new = plan.settings.context_limit, plan.max_context_tokens, plan.settings.max_new_tokens
     if not limit:
         return "maximum feasible context  none fits at this setting"
     by_window = window is not None and limit == window

@@ -60,7 +60,10 @@ class Run:
 
     @property
     def kept(self) -> list[Any]:
-        """Each layer's kept positions [Hkv, K], int64, ascending, if they were asked for; after `prefill`."""
+        """Each layer's kept positions, int64, ascending, if they were asked for; after `prefill`.
+
+        [Hkv, K], or a list by head where heads keep different numbers.
+        """
         return [] if self._prompt is None else list(self._prompt.kept)
 
     def check(self) -> None:
@@ -68,7 +71,7 @@ class Run:
         plan = self.plan
         if not plan.fits:
             raise self._model.refusal(self.plan)
-        window, new = plan.settings.spec.context_window, plan.settings.max_new_tokens
+        window, new = plan.settings.context_limit, plan.settings.max_new_tokens
         total = plan.prompt_tokens + new
         if window is None or total <= window:
             return
