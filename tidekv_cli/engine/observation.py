@@ -34,7 +34,7 @@ class Observer(Protocol):
     def catch(
         self, queries: Tensor, keys: Tensor, lse: Tensor, start: int, scale: float, softcap: float | None = None
     ) -> None:
-        """See a chunk: `queries` [1, Hq, n, D] from position `start` on, the `keys` [1, Hkv, L, D] so far, LSE [1, Hq, n].
+        """See a chunk: `queries` [1, Hq, n, D] from position `start` on, `keys` [1, Hkv, L, D] so far, LSE [1, Hq, n].
 
         What was caught from `start` on before, of a chunk that did not come to its end, is forgotten.
         """
