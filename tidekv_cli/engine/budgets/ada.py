@@ -34,13 +34,13 @@ class AdaHeads:
 
     def select(self, selector: Selector, view: LayerView, budget: int) -> Selection:
         """See `HeadPolicy.select`."""
-        ranking = selector.rank(view)
+        ranking = selector.rank(view, budget)
         heads, length, _ = view.keys.shape
         always = length - (ranking.stop - ranking.first)
         if budget == always:
             return selector.select(view, budget)
         first, last = span(0, ranking.first, view.keys), span(ranking.stop, length, view.keys)
-        scores = torch.cat(list(ranking.blocks), 1).expand(heads, -1)
+        scores = torch.cat(list(ranking.blocks), 1).nan_to_num_(-inf, inf, -inf).expand(heads, -1)
         counts = self._counts(scores, [scores.shape[1]] * heads, budget - always)
         mark = scores.new_full((1,), float("inf"))
         rows, kept = [], []
@@ -65,12 +65,13 @@ class AdaHeads:
     def _counts(self, scores: Tensor, most: list[int], mean: int, always: int = 0) -> list[int]:
         """Rows chosen of each head, `mean` on average and none above its `most`, from scores [H, n].
 
-        `always` infinite scores a head are among them, and are not counted.
+        `always` of a head's rows are not counted: they stay in any case.
         """
         heads = len(scores)
         joint = scores.t().reshape(1, -1)  # a row's heads side by side: the earlier row first, then the earlier head
-        best = ranks(joint).topk(heads * (mean + always), dim=1, sorted=False).indices % heads
-        counts = numbers(best.flatten().bincount(minlength=heads) - always, [mean] * heads)
+        best = ranks(joint).topk(heads * (mean + always), dim=1, sorted=False).indices[0] % heads
+        taken = torch.full((heads,), -always, device=best.device).index_add_(0, best, torch.ones_like(best))
+        counts = numbers(taken.clamp_min_(0), [mean] * heads)
         return apportion([(1 - self.alpha) * count + self.alpha * mean for count in counts], heads * mean, most)
 
 

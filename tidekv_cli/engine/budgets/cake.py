@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import exp, log
 from typing import ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from tidekv_cli.engine.selectors import LayerView
 from tidekv_cli.errors import UsageError
 
 _PLANNED = 1.0  # of every layer in a plan, which knows no data
+_GREATEST = 700.0  # exp() of more is no float
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +48,29 @@ class Cake:
 
     def preference(self, view: LayerView) -> float:
         """Of one layer. Not negative; what is no number, as of a window of one query, is 0."""
-        statistics = torch.stack(_entropy_and_variance(view))
-        entropy, variance = numbers(statistics, (_PLANNED, _PLANNED))
-        found = max(entropy, 0.0) ** (1 / self.tau1) * max(variance, 0.0) ** (1 / self.tau2)
-        return found if found < float("inf") else 0.0  # NaN is neither
+        entropy, variance = numbers(_entropy_and_variance(view), (_PLANNED, _PLANNED))
+        if not (entropy > 0 and variance > 0):
+            return 0.0
+        return exp(min(log(entropy) / self.tau1 + log(variance) / self.tau2, _GREATEST))
 
 
-def _entropy_and_variance(view: LayerView) -> tuple[Tensor, Tensor]:
+def _entropy_and_variance(view: LayerView) -> Tensor:
+    """Both [2] float64. Sums over keys are in float64, so that they do not depend on the blocks."""
     observation = view.observation
     assert observation is not None
     window = observation.queries.shape[1]
     rows = observation.queries.shape[0] // view.keys.shape[0] * window
-    totals = view.keys.new_zeros(2, dtype=torch.float32)
+    totals = view.keys.new_zeros(2, dtype=torch.float64)
 
     def add(weights: Tensor, _scores: Tensor) -> None:
         whole = weights * rows
-        totals[0] -= torch.special.xlogy(whole, whole).sum()
+        totals[0] -= torch.special.xlogy(whole, whole).sum(2).sum(dtype=torch.float64)
         if window > 1:
-            totals[1] += whole.unflatten(2, (-1, window)).var(3).sum()
+            totals[1] += whole.unflatten(2, (-1, window)).var(3).sum(dtype=torch.float64)
 
-    for _ in window_scores(view.keys, observation, view.keys.shape[1] - window, view.score_block, add):
+    for _ in window_scores(view.keys, observation, max(view.keys.shape[1] - window, 0), view.score_block, add):
         pass
-    return totals[0], totals[1]
+    return totals
 
 
 @dataclass(slots=True)

@@ -99,13 +99,13 @@ class Selector(Protocol):
         """What watches the queries of each layer of a prompt of `length` tokens; None to watch none."""
         return WindowObserver(self.window, length) if self.window else None
 
-    def rank(self, view: LayerView) -> Ranking:
-        """What each row is worth, for budgets that differ between heads; unscored selectors have none."""
+    def rank(self, view: LayerView, budget: int) -> Ranking:
+        """What each row is worth where heads keep `budget` rows on average; unscored selectors have none."""
         raise NotImplementedError
 
     def select(self, view: LayerView, budget: int) -> Selection:
         """Exactly `budget` rows a head; called only with mandatory_tokens <= budget <= S."""
-        return best(self.rank(view), view, budget)
+        return best(self.rank(view, budget), view, budget)
 
 
 def best(ranking: Ranking, view: LayerView, budget: int) -> Selection:

@@ -42,7 +42,7 @@ class SnapKV(Selector):
         """Window and sinks."""
         return self.window + self.sinks
 
-    def rank(self, view: LayerView) -> Ranking:
+    def rank(self, view: LayerView, budget: int) -> Ranking:
         """See `Selector.rank`. Sinks take part in pooling, not in the choice."""
         assert view.observation is not None
         prefix = view.keys.shape[1] - self.window
