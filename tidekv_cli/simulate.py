@@ -51,12 +51,12 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
     rounds a block up to, in bytes.
     """
     few = few_layers(_as_json(settings), settings.spec.context_window, torch_dtype(settings))
+    engine = engine_settings(settings, length, simulated_backend(settings.attention, settings.device_type))
     with fake_tensors(settings.config), _GroupedProducts():
         ids = torch.zeros(1, length, dtype=torch.long)
         meter = LiveMeter(granularity)
         meter.watch(few.model.parameters())
         meter.watch([ids, *few.model.buffers()], ledger.WORKSPACE)
-        engine = engine_settings(settings, length, simulated_backend(settings.attention, settings.device_type))
         adapter = ModelAdapter(few.model)
         prefill = _PhasedPrefill(adapter, ids, engine, meter, few)
         tail = prefill.tail or length

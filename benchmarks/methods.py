@@ -1,0 +1,97 @@
+"""Every method on the embedded model: what it takes while the cache is built, what stays, and how long it takes.
+
+    python benchmarks/methods.py            the table, and docs/methods.md with it in place
+    python benchmarks/methods.py --methods tidekv-snapkv,snapkv --tokens 1024
+
+All run on the same weights, prompt, precision, budget, chunk size and meter, in this process one after another. Bytes
+are those of live tensors; the transient peak is the highest moment of the prefill less the weights. Seconds are wall
+time of the prefill on this machine, once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from tidekv_cli.methods import METHODS
+from tidekv_cli.model import Model
+from tidekv_cli.request import RunRequest
+
+PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
+BEGIN, END = "<!-- measured by benchmarks/methods.py -->", "<!-- end -->"
+
+
+def measured(name: str, tokens: int, budget: int, chunk: int) -> tuple[str, ...]:
+    """One row of the table."""
+    budgeted = METHODS[name].selector_info.budgeted
+    request = RunRequest(
+        method=name,
+        budget=str(budget) if budgeted else None,
+        chunk_size=chunk,
+        dtype="float32",
+        device="cpu",
+        max_new_tokens=16,
+    )
+    model = Model(request, os.environ)
+    vocabulary = model.files.spec.vocab_size
+    ids = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    run = model.plan_tokens(ids, allow_beyond_window=True)
+    run.prefill()
+    outcome = run.outcome
+    assert outcome.live_peak_bytes is not None and outcome.cache_bytes is not None
+    planned = run.plan.bytes.live - run.plan.bytes.weights
+    peak = outcome.live_peak_bytes - run.plan.bytes.weights
+    list(run.tokens())
+    return (
+        f"`{name}`",
+        " × ".join(METHODS[name].axes),
+        f"{peak / 2**20:.1f}",
+        f"{planned / 2**20:.1f}",
+        f"{outcome.cache_bytes / 2**20:.1f}",
+        f"{outcome.prefill_s:.1f}",
+    )
+
+
+def table(rows: list[tuple[str, ...]], tokens: int, budget: int, chunk: int) -> str:
+    """In Markdown, with what it was measured on."""
+    head = ("method", "schedule × selector × policy × store", "transient peak", "planned", "final cache", "prefill, s")
+    lines = [
+        f"{datetime.date.today().isoformat()}, `smollm2-135m` in float32 on a CPU ({platform.machine()},"
+        f" {os.cpu_count()} cores, torch {torch.__version__}), {tokens:,} random tokens, K={budget}, C={chunk}, 16 new"
+        " tokens; MiB of live tensors, without the weights:",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--chunk", type=int, default=512)
+    arguments = parser.parse_args()
+    rows = []
+    names = arguments.methods.split(",")
+    for name in names:
+        rows.append(measured(name, arguments.tokens, arguments.budget, arguments.chunk))
+        print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    text = table(rows, arguments.tokens, arguments.budget, arguments.chunk)
+    print(text)
+    if names == list(METHODS):
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        after = rest.partition(END)[2]
+        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
