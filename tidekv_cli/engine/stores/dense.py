@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from tidekv_cli.engine.attention import Attention, Rule
 from tidekv_cli.engine.ledger import CACHE, book
 from tidekv_cli.engine.selectors import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Makes dense stores, as `MakeStore`."""
+
+    def __call__(self, keys: Tensor, values: Tensor, kept: Selection, slack: int, attention: Attention) -> DenseStore:
+        """See `DenseStore`."""
+        return DenseStore(keys, values, kept, slack, attention)
 
 
 class DenseStore:
