@@ -53,4 +53,4 @@ class CakeScore(Selector):
         torch.sum(weights, 2, out=scores)
         if self.window > 1:
             by_head = (weights * weights.shape[2]).unflatten(2, (-1, self.window))  # [Hkv, n, G, W], undivided
-            scores.add_(by_head.var(3).mean(2), alpha=self.gamma)
+            scores.add_(by_head.var(3).mean(2).mul_(self.gamma))
