@@ -55,7 +55,7 @@ class TokenMajorPrefill:
         longest = self._length + settings.slack
         most = max([rows for rows, _ in self._budgets if rows < self._length], default=0) + settings.chunk_size
         self._active = ActiveKV(settings.attention, None, min(most, self._length), True, longest)
-        self._layers = [self._rolling(self._number(layer)) for layer in range(len(adapter.layers))]
+        self._layers = [self._made(*self._budgets[self._number(layer)]) for layer in range(len(adapter.layers))]
 
     @torch.no_grad()
     def run(self) -> Prefilled:
@@ -102,9 +102,9 @@ class TokenMajorPrefill:
             found.append((own, False) if place is None else (rows[place], True))
         return found
 
-    def _rolling(self, number: int) -> RollingKV:
-        """The cache of layer `number` of the whole model."""
-        return RollingKV(self._settings, self._active, *self._budgets[number])
+    def _made(self, budget: int, chosen: bool) -> RollingKV:
+        """The cache of a layer."""
+        return RollingKV(self._settings, self._active, budget, chosen)
 
     def _read(self) -> Tensor:
         """All chunks; logits [V] after the last."""
