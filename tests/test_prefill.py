@@ -18,9 +18,10 @@ from tests.references import (
     storage_bytes,
 )
 from tidekv_cli.engine.budgets.uniform import uniform
+from tidekv_cli.engine.chunks import chunk_borders
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.meter import LiveMeter
-from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings, chunk_borders
+from tidekv_cli.engine.prefill import LayerMajorPrefill, PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.selectors.keep_all import KeepAll
 from tidekv_cli.engine.selectors.recent import Recent

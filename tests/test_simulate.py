@@ -100,6 +100,15 @@ CASES = [
     ("tide", "float32", "sdpa", 700, 128, 256, None),
     ("oneshot", "float32", "sdpa", 700, 64, 64, 80),
     ("oneshot", "bfloat16", "eager", 250, 64, 128, 100),
+    ("chunked", "float32", "sdpa", 700, 64, 64, None),
+    ("chunked", "bfloat16", "eager", 250, 64, 64, None),
+    ("chunked", "float32", "sdpa", 90, 512, 64, None),
+    ("online", "float32", "sdpa", 700, 64, 64, 80),
+    ("online", "bfloat16", "sdpa", 700, 256, 512, 200),
+    ("online", "float32", "eager", 300, 64, 128, 100),
+    ("online", "float32", "sdpa", 90, 512, 2048, 40),
+    ("online", "float32", "sdpa", 130, 50, 64, 100),
+    ("online", "float32", "sdpa", 700, 16, 64, 400),
 ]
 
 
@@ -140,7 +149,7 @@ def test_a_real_run_takes_what_is_simulated(
     assert simulate(settings, length)[-1]["cache"] == cached
 
 
-@pytest.mark.parametrize("schedule", ["tide", "oneshot"])
+@pytest.mark.parametrize("schedule", ["tide", "oneshot", "chunked", "online"])
 @pytest.mark.parametrize("layers", [3, 4, 9])
 def test_what_is_left_out_changes_nothing(
     tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, schedule: str, layers: int
@@ -152,11 +161,16 @@ def test_what_is_left_out_changes_nothing(
     few_layers.cache_clear()
     monkeypatch.setattr("tidekv_cli.few_layers._kind", lambda layer, config, index, count: index)
     monkeypatch.setattr("tidekv_cli.simulate._unlike", lambda chunks, tail: list(chunks))
+    monkeypatch.setattr("tidekv_cli.token_major_phases.unlike", list)
     whole = simulate(settings, 700)
     few_layers.cache_clear()
-    assert len(whole) == 2 * layers + 2
     assert max(sum(phase.values()) for phase in few) == max(sum(phase.values()) for phase in whole)
-    assert few[:2] == whole[:2] and few[-6:] == whole[-6:]
+    if schedule in ("tide", "oneshot"):
+        assert len(whole) == 2 * layers + 2
+        assert few[:2] == whole[:2] and few[-6:] == whole[-6:]
+    else:
+        assert len(whole) == layers + 2
+        assert few[0] == whole[0] and few[-4:] == whole[-4:]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -30,6 +30,7 @@ from tidekv_cli.few_layers import FewLayers, fake_tensors, few_layers
 from tidekv_cli.left_out import LeftOut
 from tidekv_cli.model_spec import traits_of
 from tidekv_cli.plan_settings import PlanSettings, Regimes
+from tidekv_cli.token_major_phases import PhasedTokenMajor
 
 _SAMPLING = SamplingSettings(temperature=1.0, top_p=0.5)
 
@@ -47,7 +48,8 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
     """Live bytes by item at the peak of each phase of a prompt of `length` tokens; `weights` are the whole model's.
 
     Phases are the chunks and the eviction of each layer that stands for others, then the logits of the prompt's last
-    token, then the last decoding step, with the sampling that takes most. `granularity` is what the device's allocator
+    token, then the last decoding step, with the sampling that takes most; token-major schedules have one of each layer,
+    and one of the prefill's end. `granularity` is what the device's allocator
     rounds a block up to, in bytes.
     """
     few = few_layers(_as_json(settings), settings.spec.context_window, torch_dtype(settings))
@@ -58,21 +60,18 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
         meter.watch(few.model.parameters())
         meter.watch([ids, *few.model.buffers()], ledger.WORKSPACE)
         adapter = ModelAdapter(few.model)
-        prefill = _PhasedPrefill(adapter, ids, engine, meter, few)
-        tail = prefill.tail or length
-        prefill.chunks, prefill.last_chunks = _unlike(prefill.chunks, tail), _unlike(prefill.last_chunks, tail)
+        phased = PhasedTokenMajor if settings.method.schedule in ("chunked", "online") else _PhasedPrefill
+        prefill = phased(adapter, ids, engine, meter, few)
         with meter:
             prompt = prefill.run()
-            phases, left_out = prefill.phases, prefill.left_out
+            phases, left_out = prefill.finish()
             del prefill  # and what it holds
             meter.restart_peak()
             more = max(settings.max_new_tokens - 2, 0)
             for store in prompt.cache:  # as it is when the last new token but one goes in
                 store.pretend(more)
             sampling_weights(next_logits(adapter, prompt, [0]), _SAMPLING)
-            phases.append(meter.peak)
-        for number, phase in enumerate(phases):
-            phase[ledger.CACHE] += left_out.bytes_before(number // 2)
+            phases.append({**meter.peak, ledger.CACHE: meter.peak[ledger.CACHE] + left_out})
     return [{**phase, ledger.WEIGHTS: few.weight_bytes} for phase in phases]
 
 
@@ -112,10 +111,18 @@ class _PhasedPrefill(LayerMajorPrefill):
     ) -> None:
         self._few = few
         super().__init__(adapter, ids, settings)
+        tail = self.tail or self._length
+        self.chunks, self.last_chunks = _unlike(self.chunks, tail), _unlike(self.last_chunks, tail)
         self.left_out = LeftOut(few, settings, self._shared_out, self._places, meter.granularity)
         self.phases: list[dict[str, int]] = []
         self._meter = meter
         self._layers_done = 0
+
+    def finish(self) -> tuple[list[dict[str, int]], int]:
+        """Live bytes by item at the peak of each phase, and what the layers left out hold in the end."""
+        for number, phase in enumerate(self.phases):
+            phase[ledger.CACHE] += self.left_out.bytes_before(number // 2)
+        return self.phases, self.left_out.bytes_before(len(self._few.kept))
 
     def take(self, phase: int) -> None:
         """What came since the last call belongs to `phase`; keep the higher of it and what `phase` has so far."""

@@ -26,7 +26,7 @@ class ActiveKV:
         self, attention: Attention, observer: Observer | None, capacity: int, reused: bool, longest: int
     ) -> None:
         self._attention = attention
-        self._observer = observer
+        self.observer = observer
         self._capacity = capacity
         self._reused = reused
         self._longest = longest
@@ -90,9 +90,9 @@ class ActiveKV:
             rule = replace(rule, visible=CAUSAL)
         self.rule = rule
         out, lse = self._attention.attend(queries, self.keys, self.values, scale, rule)
-        if self._observer is not None and rule.visible.everything:
+        if self.observer is not None and rule.visible.everything:
             start = self._length - queries.shape[2]
-            self._observer.catch(queries, self.keys, lse, start, scale, rule.softcap)
+            self.observer.catch(queries, self.keys, lse, start, scale, rule.softcap)
         if self.after_attention is not None:
             self.after_attention()
         return out

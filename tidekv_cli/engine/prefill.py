@@ -21,13 +21,14 @@ from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.attention import Attention
 from tidekv_cli.engine.bridge import Bridge
 from tidekv_cli.engine.budgets import BudgetPolicy, Layers
+from tidekv_cli.engine.chunks import Chunk, ChunkSize, chunk_borders, split
 from tidekv_cli.engine.ledger import CACHE, SCORING, births_booked, book
 from tidekv_cli.engine.masks import Visible
 from tidekv_cli.engine.memory import attempt, release_unused
 from tidekv_cli.engine.observation import Observation
 from tidekv_cli.engine.selectors import LayerView, Selection, Selector, shared_by_heads, span
 from tidekv_cli.engine.stores import MakeStore, Store
-from tidekv_cli.engine.stores.dense import DenseStore
+from tidekv_cli.engine.stores.dense import DENSE, DenseStore
 from tidekv_cli.engine.stores.rolling import RollingStore
 from tidekv_cli.engine.turning import Turning
 
@@ -35,7 +36,7 @@ from tidekv_cli.engine.turning import Turning
 Progress = Callable[[int, int], None]
 # Why there is no room for a chunk of that many tokens now, or None if there is.
 Shortage = Callable[[int], str | None]
-_LEAST_CHUNK, _LEAST_BLOCK = 256, 256
+_LEAST_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class PrefillSettings:
     score_block: int
     slack: int
     record_kept: bool = True
-    store: MakeStore = DenseStore
+    store: MakeStore = DENSE
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +104,13 @@ class LayerMajorPrefill:
         self._cache: list[Store] = []
         self._selections: list[Selection | None] = []  # of the stores, where they are needed later
         mandatory, budget = settings.selector.mandatory_tokens, settings.policy.budget
-        self._places = _places(self._visibles(), self._longest)
+        self._places = places_of(self._visibles(), self._longest)
         count = sum(place is not None for place in self._places)
         self._shared_out = Layers(count, self._length, mandatory, budget)
         self._budgets = settings.policy.layers.begin(self._shared_out)
-        self._chunk_size, self._score_block = settings.chunk_size, settings.score_block
-        self._tried: tuple[int, int] | None = None  # a chunk that can only be tried again
+        self._chunk_size, self._score_block = ChunkSize(settings.chunk_size), settings.score_block
         self._scoring_s = 0.0
-        self._lowered: list[str] = []
+        self._lowered = self._chunk_size.lowered
 
     @torch.no_grad()
     def run(self) -> Prefilled:
@@ -157,7 +157,8 @@ class LayerMajorPrefill:
             if shortage is None:
                 hidden, shortage = attempt(partial(self._chunk, layer, *pending[0], last))
             if shortage is None:
-                pending, self._tried = pending[1:], None
+                pending = pending[1:]
+                self._chunk_size.passed()
                 done = len(self.chunks) * layer + len(self.last_chunks if last else self.chunks) - len(pending)
                 self._progress(done, len(self.chunks) * (layers - 1) + len(self.last_chunks))
             else:
@@ -186,21 +187,14 @@ class LayerMajorPrefill:
             self._bridge.put(start, hidden)
         return hidden
 
-    def _smaller(self, pending: list[tuple[int, int]], shortage: str) -> list[tuple[int, int]]:
-        """`pending` in pieces shorter than its first, as are all chunks from now on; one too short as it is, once."""
-        size = pending[0][1] - pending[0][0]
-        if self._whole or (size <= _LEAST_CHUNK and self._tried == pending[0]):
+    def _smaller(self, pending: list[Chunk], shortage: str) -> list[Chunk]:
+        """See `ChunkSize.smaller`."""
+        if self._whole:
             raise MemoryError(shortage)
         release_unused(self._ids.device)
-        if size <= _LEAST_CHUNK:
-            self._tried = pending[0]
-            return pending
-        before = self._chunk_size
-        while self._chunk_size >= size:
-            self._chunk_size = max(self._chunk_size // 2, _LEAST_CHUNK)
-        self._lowered.append(f"chunk_size {before} -> {self._chunk_size}: {shortage}")
-        self.chunks, self.last_chunks = split(self.chunks, self._chunk_size), split(self.last_chunks, self._chunk_size)
-        return split(pending, self._chunk_size)
+        pending, size = self._chunk_size.smaller(pending, shortage), self._chunk_size.tokens
+        self.chunks, self.last_chunks = split(self.chunks, size), split(self.last_chunks, size)
+        return pending
 
     def _evict(self) -> None:
         """Keep the active layer's budget of rows in a store of its own and let go of the rest."""
@@ -297,7 +291,7 @@ class LayerMajorPrefill:
         return self._settings.policy.heads.select(self._settings.selector, view, budget)
 
 
-def _places(visibles: Sequence[Visible], longest: int) -> list[int | None]:
+def places_of(visibles: Sequence[Visible], longest: int) -> list[int | None]:
     """For each layer its number among those that see everything of `longest` tokens, None for the others."""
     whole = [one.function is None and (one.window is None or one.window >= longest) for one in visibles]
     return [sum(whole[:layer]) if everything else None for layer, everything in enumerate(whole)]
@@ -306,13 +300,3 @@ def _places(visibles: Sequence[Visible], longest: int) -> list[int | None]:
 def _positions(selection: Selection | None) -> Tensor | list[Tensor]:
     assert selection is not None
     return selection.indices if selection.counts is None else list(selection.by_head(selection.indices))
-
-
-def split(chunks: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """The same tokens in pieces of at most `size`; every border stays."""
-    return [(at, min(at + size, stop)) for start, stop in chunks for at in range(start, stop, size)]
-
-
-def chunk_borders(length: int, chunk_size: int, tail: int) -> list[tuple[int, int]]:
-    """Chunks of at most `chunk_size` that cover 0 .. length-1, with a border at `tail`, where observation starts."""
-    return split([part for part in ((0, tail), (tail, length)) if part[0] < part[1]], chunk_size)

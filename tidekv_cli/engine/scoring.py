@@ -39,7 +39,7 @@ def window_scores(
     prefix key, so no mask is needed. Without an LSE it is computed first (the paper's two passes).
     """
     queries = _grouped(observation, keys.shape[0]).transpose(1, 2)  # [Hkv, D, G W]
-    lse = window_lse(keys, observation, prefix, block) if observation.lse is None else observation.lse
+    lse = window_lse(keys, observation, block) if observation.lse is None else observation.lse
     rows = queries.shape[2]
     shift = lse.reshape(keys.shape[0], 1, rows) + math.log(rows)  # the mean's division, done once
     part = -(-min(block, prefix, _PART) // _TILE) * _TILE
@@ -62,7 +62,7 @@ def _parts(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
         yield whole, stop
 
 
-def window_lse(keys: Tensor, observation: Observation, prefix: int, block: int) -> Tensor:
+def window_lse(keys: Tensor, observation: Observation, block: int) -> Tensor:
     """Pass 1 of the paper: log-sum-exp [Hkv, G W] of each window query over the keys that it sees.
 
     Running maximum and normaliser over key blocks; keys past a query's own position count as -inf.
@@ -70,6 +70,7 @@ def window_lse(keys: Tensor, observation: Observation, prefix: int, block: int) 
     queries = _grouped(observation, keys.shape[0]).transpose(1, 2)
     heads, _, rows = queries.shape
     window = observation.queries.shape[1]
+    prefix = keys.shape[1] - window  # what all of them see
     last_seen = prefix + torch.arange(window, device=keys.device).repeat(rows // window)  # of row g W + w
     maximum = keys.new_full((heads, rows), float("-inf"), dtype=torch.float32)
     total = torch.zeros_like(maximum)

@@ -15,7 +15,14 @@ from tidekv_cli.engine.memory import restart_device_peaks, unused_bytes
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings, Progress, Shortage
 from tidekv_cli.engine.sampling import SamplingSettings
+from tidekv_cli.engine.token_major import TokenMajorPrefill
 
+_PREFILLS: dict[str, type[LayerMajorPrefill] | type[TokenMajorPrefill]] = {
+    "tide": LayerMajorPrefill,
+    "oneshot": LayerMajorPrefill,
+    "chunked": TokenMajorPrefill,
+    "online": TokenMajorPrefill,
+}
 _CUDA_BLOCK = 512  # bytes: torch's CUDA allocator rounds up to it
 
 
@@ -56,7 +63,7 @@ class Session:
         meter.watch([*self._model.parameters(), *self._model.buffers()])
         meter.watch([ids], ledger.WORKSPACE)
         with meter:
-            prompt = LayerMajorPrefill(self.adapter, ids, settings, progress, shortage).run()
+            prompt = _PREFILLS[settings.schedule](self.adapter, ids, settings, progress, shortage).run()
         return prompt, meter.peak_bytes
 
     def follow(self, prompt: Prefilled, token_ids: Sequence[int]) -> Tensor:

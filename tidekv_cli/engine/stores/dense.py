@@ -22,6 +22,9 @@ class Dense:
         return DenseStore(keys, values, kept, slack, attention)
 
 
+DENSE = Dense()
+
+
 class DenseStore(Store):
     """One layer's compact cache: rows [1, Hkv, capacity, D], of which `length` are filled, `prompt_length` at first.
 
@@ -35,10 +38,27 @@ class DenseStore(Store):
 
     def _take(self, keys: Tensor, values: Tensor, kept: Selection) -> None:
         assert kept.counts is None
-        rows = _gathered(keys, kept.indices, self._slack), _gathered(values, kept.indices, self._slack)
+        count = kept.indices.shape[1]
+        rows = _room(keys, count + self._slack), _room(values, count + self._slack)
+        _gather(keys, kept.indices, rows[0])
+        _gather(values, kept.indices, rows[1])
         self._keys, self._values = rows  # both or none, should memory run out
-        self._length = self._prompt_length = kept.indices.shape[1]
+        self._length = self._prompt_length = count
         book(CACHE, self._keys, self._values)
+
+    def fill(self, keys: Tensor, values: Tensor, kept: Selection) -> None:
+        """Hold the rows `kept` of `keys` and `values` [1, Hkv, L, D] instead of the old ones, in the same memory."""
+        _gather(keys, kept.indices, self._keys)
+        _gather(values, kept.indices, self._values)
+        self._length = kept.indices.shape[1]
+
+    def go_back(self, length: int) -> None:
+        """Hold the first `length` rows only."""
+        self._length = length
+
+    def prompt_ends(self) -> None:
+        """All that is held now is the prompt's."""
+        self._prompt_length = self._length
 
     def trim(self, rows: Selection) -> None:
         """See `Store.trim`."""
@@ -90,17 +110,20 @@ class DenseStore(Store):
         return self._attention.attend(queries, self.keys, self.values, scale, rule)[0]
 
 
-def _gathered(rows: Tensor, indices: Tensor, slack: int) -> Tensor:
-    _, heads, _, size = rows.shape
-    kept = indices.shape[1]
-    out = rows.new_empty(1, heads, kept + slack, size)
-    for source, index, target in zip(rows[0].unbind(), indices.unbind(), out[0, :, :kept].unbind(), strict=True):
+def _room(like: Tensor, rows: int) -> Tensor:
+    _, heads, _, size = like.shape
+    return like.new_empty(1, heads, rows, size)
+
+
+def _gather(rows: Tensor, indices: Tensor, out: Tensor) -> None:
+    """Rows [1, Hkv, L, D] at `indices` [Hkv, K] into the first K of `out`."""
+    kept = out[0, :, : indices.shape[1]].unbind()
+    for source, index, target in zip(rows[0].unbind(), indices.unbind(), kept, strict=True):
         torch.index_select(source, 0, index, out=target)
-    return out
 
 
 def _grown(rows: Tensor, extra: int) -> Tensor:
-    _, heads, length, size = rows.shape
-    out = rows.new_empty(1, heads, length + extra, size)
+    length = rows.shape[2]
+    out = _room(rows, length + extra)
     out[:, :, :length] = rows
     return out

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidekv_cli.engine.active import ActiveKV
 from tidekv_cli.engine.attention import Attention, Rule, few_keys, merge, with_sinks
 from tidekv_cli.engine.ledger import CACHE, book
 from tidekv_cli.engine.masks import Visible
@@ -37,6 +38,8 @@ class RollingStore(Store):
         book(CACHE, *self._sinks, *self._recent)
         self._sunk = self._fresh_sinks = self._start = self._stop = self._seen = self._prompt = self._prompt_rows = 0
         self.turn: Turn | None = None
+        self.overflow: ActiveKV | None = None  # where a prompt's chunks are attended to for which there is no room
+        self._overflows = False
 
     @classmethod
     def of(
@@ -55,9 +58,24 @@ class RollingStore(Store):
         store.prompt_ends()
         return store
 
+    def begin_at(self, position: int) -> None:
+        """As if so many tokens had been read: for simulation."""
+        self._seen, self._sunk, self._start = position, min(self._sinks[0].shape[2], position), 0
+        self._stop = min(position - self._sunk, self._most)
+
     def prompt_ends(self) -> None:
-        """What comes from here on is new."""
-        self._prompt, self._prompt_rows = self._seen, self.length
+        """What comes from here on is new, and finds room here."""
+        self._prompt, self._prompt_rows, self.overflow = self._seen, self.length, None
+
+    @property
+    def keys(self) -> Tensor:
+        """Those of the recent rows [1, Hkv, n, D]."""
+        return self._slices()[0]
+
+    @property
+    def values(self) -> Tensor:
+        """Likewise, [1, Hkv, n, Dv]."""
+        return self._slices()[1]
 
     @property
     def length(self) -> int:
@@ -86,18 +104,28 @@ class RollingStore(Store):
         for held, rows in zip(self._sinks, given, strict=True):
             held[:, :, self._sunk : self._sunk + first] = rows[:, :, :first]
         self._sunk, self._fresh_sinks = self._sunk + first, first
-        self._make_room(count - first)
-        for held, rows in zip(self._recent, given, strict=True):
-            held[:, :, self._stop : self._stop + count - first] = rows[:, :, first:]
-        self._stop += count - first
         self._seen += count
+        self._start = max(self._start, self._stop - self._most + 1)  # what the next query still sees
+        needed = self._stop - self._start + count - first
+        self._overflows = self.overflow is not None and needed > self._recent[0].shape[2]
+        if self._overflows and self.overflow is not None:
+            self.overflow.place(0, keys_only=False)
+            self.overflow.append(*self._slices())
+            self.overflow.append(keys[:, :, first:], values[:, :, first:])
+            return keys, values
+        self._make_room(count - first)
+        for recent, rows in zip(self._recent, given, strict=True):
+            recent[:, :, self._stop : self._stop + count - first] = rows[:, :, first:]
+        self._stop += count - first
+        return keys, values
+
+    def _slices(self) -> tuple[Tensor, Tensor]:
+        keys, values = (rows[:, :, self._start : self._stop] for rows in self._recent)
         return keys, values
 
     def _make_room(self, count: int) -> None:
-        """For `count` rows after the recent ones that the next query still sees."""
-        held = min(self._stop - self._start, self._most - 1)
-        self._start = self._stop - held
-        capacity = self._recent[0].shape[2]
+        """For `count` rows after those that are held."""
+        held, capacity = self._stop - self._start, self._recent[0].shape[2]
         if self._stop + count <= capacity:
             return
         if held + count > capacity:
@@ -113,7 +141,8 @@ class RollingStore(Store):
     def attend(self, queries: Tensor, scale: float, rule: Rule) -> Tensor:
         """See `Store.attend`."""
         count, first = queries.shape[2], self._fresh_sinks  # queries of sinks see no recent row
-        keys, values = (rows[:, :, self._start : self._stop] for rows in self._recent)
+        wide = self.overflow if self._overflows else None
+        keys, values = self._slices() if wide is None else (wide.keys, wide.values)
         parts = []
         if first < count:
             recent = replace(rule, visible=Visible(self._most), sinks=None)
@@ -127,6 +156,10 @@ class RollingStore(Store):
             sink_keys, sink_values = (rows[:, :, : self._sunk] for rows in self._sinks)
             parts.append(few_keys(back, sink_keys, sink_values, scale, rule.softcap, self._seen - count))
         out, lse = parts[0] if len(parts) == 1 else merge(*parts)
+        if wide is not None:
+            self._start, self._stop = 0, min(keys.shape[2], self._most)
+            for held, rows in zip(self._recent, (keys, values), strict=True):
+                held[:, :, : self._stop] = rows[:, :, rows.shape[2] - self._stop :]
         return with_sinks(out, lse, rule.sinks)[0]
 
     def trim(self, rows: Selection) -> None:
