@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from math import inf
 from typing import ClassVar
 
@@ -65,14 +66,15 @@ class AdaHeads:
     def _counts(self, scores: Tensor, most: list[int], mean: int, always: int = 0) -> list[int]:
         """Rows chosen of each head, `mean` on average and none above its `most`, from scores [H, n].
 
-        `always` of a head's rows are not counted: they stay in any case.
+        `always` infinite scores a head are among them, and are not counted.
         """
         heads = len(scores)
         joint = scores.t().reshape(1, -1)  # a row's heads side by side: the earlier row first, then the earlier head
         best = ranks(joint).topk(heads * (mean + always), dim=1, sorted=False).indices[0] % heads
         taken = torch.full((heads,), -always, device=best.device).index_add_(0, best, torch.ones_like(best))
-        counts = numbers(taken.clamp_min_(0), [mean] * heads)
-        return apportion([(1 - self.alpha) * count + self.alpha * mean for count in counts], heads * mean, most)
+        counts = [int(count) for count in numbers(taken, [mean] * heads)]
+        alpha = Fraction(str(self.alpha))  # as it was written: 0.2 is no float
+        return apportion([(1 - alpha) * count + alpha * mean for count in counts], heads * mean, most)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
