@@ -20,7 +20,14 @@ from tidekv_cli.engine.stores.flat import Flat, FlatStore
 Rows = list[tuple[Tensor, Tensor]]  # of each KV head its keys and values
 SINKS = torch.linspace(-1.0, 2.0, 12)
 RULES = [PLAIN, Rule(softcap=1.5), Rule(sinks=SINKS), Rule(Visible(5000), 1.5, SINKS)]
-COUNTS = [(40, 7, 130, 64), (128, 128, 128, 128), (1, 1, 1, 1), (63, 64, 65, 200), (0, 300, 2, 64), (70, 70, 70, 70)]
+COUNTS = [
+    (40, 7, 130, 64),
+    (128, 128, 128, 128),
+    (1, 1, 1, 1),
+    (127, 128, 129, 300),
+    (0, 390, 2, 256),
+    (70, 70, 70, 70),
+]
 
 
 class Case:
@@ -113,7 +120,7 @@ def test_bytes_and_lengths(counts: tuple[int, ...], slack: int) -> None:
     store, total = case.make(FlashCPU()), sum(counts)
     assert store.length == store.prompt_length == total // 4
     rows = (total + 4 * slack) * (16 + 8) * 4
-    offsets = 8 * (total // 64) + 4 * (1 + total // 64 + 4 * 63)
+    offsets = 8 * (total // 128) + 4 * (1 + total // 128 + 4 * 127)
     assert store.nbytes == rows + offsets
     even = (total // 4,) * 4
     assert Case(even, slack).make(FlashCPU()).nbytes == store.nbytes
@@ -143,7 +150,7 @@ def test_trim(kept: tuple[int, ...]) -> None:
         store.trim(Selection(torch.cat(picked), None, counts))
         case.rows = [(keys[at], values[at]) for (keys, values), at in zip(case.rows, picked, strict=True)]
         assert store.prompt_length == store.length == sum(counts) // 4
-        offsets = 8 * (sum(counts) // 64) + 4 * (1 + sum(counts) // 64 + 4 * 63)
+        offsets = 8 * (sum(counts) // 128) + 4 * (1 + sum(counts) // 128 + 4 * 127)
         assert store.nbytes == sum(counts) * 24 * 4 + slack_bytes + offsets
     case.append(store, 2)
     queries = case.drawn(8, 2, case.size)

@@ -103,6 +103,15 @@ def folded(queries: Tensor, keys: Tensor, values: Tensor, scale: float, kernel: 
     return out.reshape(batch, heads, rows, -1), lse.reshape(batch, heads, rows)
 
 
+def all_seen(
+    attention: Attention, queries: Tensor, keys: Tensor, values: Tensor, scale: float, rule: Rule = PLAIN
+) -> tuple[Tensor, Tensor]:
+    """As `attend` of any backend, but every query sees every key: each is a head of its own, with one query."""
+    batch, heads, rows, size = queries.shape
+    out, lse = attention.attend(queries.reshape(batch, heads * rows, 1, size), keys, values, scale, rule)
+    return out.reshape(batch, heads, rows, -1), lse.reshape(batch, heads, rows)
+
+
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint key sets, from the output and LSE over each. Sums in float32."""
     (out, lse), (other, other_lse) = first, second

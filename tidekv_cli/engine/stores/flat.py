@@ -19,7 +19,7 @@ from tidekv_cli.engine.selectors import Selection
 from tidekv_cli.engine.stores import Store
 from tidekv_cli.engine.stores.dense import DenseStore
 
-_PIECE = 64  # rows: longer ones leave more loose rows, shorter ones more to merge
+_PIECE = 128  # rows: longer ones leave more loose rows, shorter ones are slower and more to merge
 _QUERIES = 16  # at a time: each goes to every piece of its head, and has an output there
 
 

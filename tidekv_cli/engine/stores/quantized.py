@@ -1,0 +1,130 @@
+"""Quantised store: all but the newest rows in few bits. Source: Liu et al., KIVI (2024).
+
+Keys are rounded per channel, in groups of tokens, values per token, in groups of channels. The newest rows stay as they
+are: of L rows the last L mod R keys and the last R values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tidekv_cli.engine.attention import Attention, Rule, all_seen, merge, with_sinks
+from tidekv_cli.engine.selectors import Selection
+from tidekv_cli.engine.stores.low_bit_rows import AT_A_TIME, Layout, LowBitRows
+from tidekv_cli.errors import ModelError, UsageError
+
+_QUERIES = 256  # at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Makes quantised stores, as `MakeStore`; `group` in numbers, `residual` R in rows. Raises `UsageError`.
+
+    A group of values is narrower where the head size is no multiple of it: as many channels as divide it, at most.
+    """
+
+    bits: int = 4
+    group: int = 32
+    residual: int = 128
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 8):
+            raise UsageError(f"bits={self.bits} is impossible", "use 2, 4 or 8")
+        if self.group < 1:
+            raise UsageError(f"group={self.group} is impossible", "use at least 1, for example 32")
+        if self.residual < 1 or self.residual % self.group:
+            raise UsageError(
+                f"residual={self.residual} is no multiple of group={self.group}", f"use {4 * self.group}, for example"
+            )
+
+    def __call__(
+        self, keys: Tensor, values: Tensor, kept: Selection, slack: int, attention: Attention
+    ) -> QuantizedStore:
+        """See `QuantizedStore`."""
+        return QuantizedStore(keys, values, kept, slack, attention, self)
+
+    def key_layout(self) -> Layout:
+        """Keys are rounded R at a time."""
+        return Layout(self.bits, self.group, 1, self.residual, lambda rows: rows // self.residual * self.residual)
+
+    def value_layout(self, width: int) -> Layout:
+        """Values [.., width] are rounded when they are older than R."""
+        channels = next(size for size in range(min(self.group, width), 0, -1) if width % size == 0)
+        return Layout(self.bits, 1, channels, self.residual, lambda rows: max(rows - self.residual, 0))
+
+
+class QuantizedStore:
+    """One layer's compact cache; every head keeps as many rows, and has room for `slack` of new tokens."""
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, kept: Selection, slack: int, attention: Attention, kind: Quantized
+    ) -> None:
+        """Take the rows `kept` of `keys` and `values` [1, Hkv, S, D], some at a time.
+
+        Raises `ModelError` where a row does not fill whole bytes.
+        """
+        assert kept.counts is None
+        for width in (keys.shape[3], values.shape[3]):
+            if width * kind.bits % 8:
+                raise ModelError(
+                    f"heads of {width} numbers cannot be kept in {kind.bits} bits each", "use bits=8 or another store"
+                )
+        self._attention, self._kind = attention, kind
+        self.length = self.prompt_length = length = kept.indices.shape[1]
+        self._keys = LowBitRows(keys[0], kind.key_layout(), length, length + slack)
+        self._values = LowBitRows(values[0], kind.value_layout(values.shape[3]), length, length + slack)
+        self._keys.fill(keys[0], kept.indices)
+        self._values.fill(values[0], kept.indices)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, slack included."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def trim(self, rows: Selection) -> None:
+        """Not possible: keys are rounded together with their neighbours."""
+        raise NotImplementedError
+
+    def pretend(self, tokens: int) -> None:
+        """See `Store.pretend`."""
+        self.length += tokens
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add rows [1, Hkv, n, D] of new tokens and round those that are too old; returns the new ones."""
+        stop, capacity = self.length + keys.shape[2], self._keys.capacity
+        if stop > capacity:
+            capacity = max(stop, capacity * 3 // 2)
+            grown = self._keys.grown(self.length, capacity), self._values.grown(self.length, capacity)
+            self._keys, self._values = grown
+        self._keys.append(keys[0], self.length)
+        self._values.append(values[0], self.length)
+        self.length = stop
+        return keys, values
+
+    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, Hkv, stop - start, D] as they are stored; `start` is a multiple of the group."""
+        return self._keys.rows(start, stop, self.length)[None], self._values.rows(start, stop, self.length)[None]
+
+    def attend(self, queries: Tensor, scale: float, rule: Rule) -> Tensor:
+        """Output [1, Hq, n, Dv] of the newest n tokens' queries over all rows up to their own; `rule` hides none."""
+        first = self.length - queries.shape[2]
+        outputs = []
+        for block in queries.split(_QUERIES, 2):
+            outputs.append(self._attended(block, first, scale, rule))
+            first += block.shape[2]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+    def _attended(self, queries: Tensor, first: int, scale: float, rule: Rule) -> Tensor:
+        """As `attend`, of queries from row `first` on: the newest rows with them, older ones some at a time."""
+        plain, group = Rule(softcap=rule.softcap), self._kind.group
+        border = min(first, max(self.length - self._kind.residual, 0)) // group * group
+        out, lse = self._attention.attend(queries, *self.rows(border, first + queries.shape[2]), scale, plain)
+        merged = out.float(), lse
+        step = max(AT_A_TIME // group, 1) * group
+        for start in range(0, border, step):
+            older = self.rows(start, min(start + step, border))
+            merged = merge(merged, all_seen(self._attention, queries, *older, scale, plain))
+        return with_sinks(*merged, rule.sinks)[0].to(queries.dtype)
