@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,12 +46,14 @@ class CakeScore(Selector):
         """See `Selector.rank`. The mean over a group comes before the pooling, which is linear, so it is the same."""
         assert view.observation is not None
         prefix = view.keys.shape[1] - self.window
-        raw = window_scores(view.keys, view.observation, prefix, view.score_block, self._mean_and_variance)
+        seen = view.observation.queries.shape[1]  # fewer than the window where a chunk is shorter
+        combine = partial(self._mean_and_variance, seen)
+        raw = window_scores(view.keys, view.observation, prefix, view.score_block, combine)
         return Ranking(0, prefix, pool_scores(raw, self.pool_kernel, "avg"))
 
-    def _mean_and_variance(self, weights: Tensor, scores: Tensor) -> None:
-        """See `scoring.Combine`."""
+    def _mean_and_variance(self, seen: int, weights: Tensor, scores: Tensor) -> None:
+        """See `scoring.Combine`; of so many queries."""
         torch.sum(weights, 2, out=scores)
-        if self.window > 1:
-            by_head = (weights * weights.shape[2]).unflatten(2, (-1, self.window))  # [Hkv, n, G, W], undivided
+        if seen > 1:
+            by_head = (weights * weights.shape[2]).unflatten(2, (-1, seen))  # [Hkv, n, G, W], undivided
             scores.add_(by_head.var(3).mean(2).mul_(self.gamma))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tidekv_cli.engine.attention import Attention, Rule, all_seen, merge, with_sinks
 from tidekv_cli.engine.selectors import Selection
+from tidekv_cli.engine.stores import Store
 from tidekv_cli.engine.stores.low_bit_rows import AT_A_TIME, Layout, LowBitRows
 from tidekv_cli.errors import ModelError, UsageError
 
@@ -56,7 +57,7 @@ class Quantized:
         return Layout(self.bits, 1, channels, self.residual, lambda rows: max(rows - self.residual, 0))
 
 
-class QuantizedStore:
+class QuantizedStore(Store):
     """One layer's compact cache; every head keeps as many rows, and has room for `slack` of new tokens."""
 
     def __init__(
@@ -73,11 +74,21 @@ class QuantizedStore:
                     f"heads of {width} numbers cannot be kept in {kind.bits} bits each", "use bits=8 or another store"
                 )
         self._attention, self._kind = attention, kind
-        self.length = self.prompt_length = length = kept.indices.shape[1]
+        self._length = self._prompt_length = length = kept.indices.shape[1]
         self._keys = LowBitRows(keys[0], kind.key_layout(), length, length + slack)
         self._values = LowBitRows(values[0], kind.value_layout(values.shape[3]), length, length + slack)
         self._keys.fill(keys[0], kept.indices)
         self._values.fill(values[0], kept.indices)
+
+    @property
+    def length(self) -> int:
+        """See `Store.length`."""
+        return self._length
+
+    @property
+    def prompt_length(self) -> int:
+        """See `Store.prompt_length`."""
+        return self._prompt_length
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +101,7 @@ class QuantizedStore:
 
     def pretend(self, tokens: int) -> None:
         """See `Store.pretend`."""
-        self.length += tokens
+        self._length += tokens
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add rows [1, Hkv, n, D] of new tokens and round those that are too old; returns the new ones."""
@@ -101,7 +112,7 @@ class QuantizedStore:
             self._keys, self._values = grown
         self._keys.append(keys[0], self.length)
         self._values.append(values[0], self.length)
-        self.length = stop
+        self._length = stop
         return keys, values
 
     def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
