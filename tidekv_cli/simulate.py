@@ -59,7 +59,7 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
         meter.watch([ids, *few.model.buffers()], ledger.WORKSPACE)
         engine = engine_settings(settings, length, simulated_backend(settings.attention, settings.device_type))
         adapter = ModelAdapter(few.model)
-        phased = PhasedTokenMajor if settings.method.schedule in ("chunked", "online") else _PhasedPrefill
+        phased = PhasedTokenMajor if settings.token_major else _PhasedPrefill
         prefill = phased(adapter, ids, engine, meter, few)
         with meter:
             prompt = prefill.run()
