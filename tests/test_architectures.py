@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +110,27 @@ def test_an_evicted_run_equals_one_that_evicts_in_the_plain_model(kind: str) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["chunked", "online"])
 @pytest.mark.parametrize("kind", HERE)
-def test_takes_what_is_simulated(kind: str) -> None:
+def test_token_major_schedules_equal_the_plain_model(kind: str, schedule: str) -> None:
+    model, ids = tiny_architecture(kind), prompt_ids()
+    logits, tokens = plain(model, ids)
+    session = Session(model, frozenset())
+    for chunk in (32, 7):
+        prompt, _ = session.prefill(ids, replace(settings(chunk), schedule=schedule))
+        assert ((prompt.logits - logits).abs().max() / logits.abs().max()).item() < 1e-5
+        assert list(session.generate(prompt, SamplingSettings(), NEW)) == tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["tide", "chunked", "online"])
+@pytest.mark.parametrize("kind", HERE)
+def test_takes_what_is_simulated(kind: str, schedule: str) -> None:
     model = tiny_architecture(kind)
     config = {**model.config.to_dict(), "architectures": [SUPPORTED[kind]]}
     case = plan_settings(
         config,
-        method=method("tide"),
+        method=method(schedule),
         dtype="float32",
         chunk_size=32,
         score_block=64,

@@ -94,6 +94,7 @@ def same(found: Prefilled, expected: Prefilled) -> bool:
 def test_memory_that_runs_out_at_every_site(tiny_model: Callable[..., Any], schedule: str, step: int) -> None:
     """At each site in the first, a middle and the last layer: an answer or an error, then a right answer."""
     session, ids = Session(tiny_model(num_hidden_layers=3), frozenset()), prompt_ids()[:544]  # a chunk and the window
+    session.adapter.visibles()  # looked at once only
     untouched = FailAt(0, MemoryError())
     with untouched:
         expected, _ = session.prefill(ids, settings(schedule))

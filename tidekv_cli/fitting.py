@@ -18,6 +18,8 @@ from tidekv_cli.units import ITEM_BYTES, format_bytes
 
 _LEAST = 256  # tokens of a chunk, of a score block, and of a budget that nobody asked for
 _BUDGET_STEP = 64
+_SAME_FOR_ANY_CHUNK = ("tide", "chunked")  # schedules that have chunks, whose size does not change what is kept
+_SAME_BY_LAYERS = ("oneshot", "chunked")  # schedules that end with the cache that `tide` ends with
 
 
 class Fitter:
@@ -59,7 +61,7 @@ class Fitter:
         """Each field that may be lowered, in order, with its smaller values."""
         fixed, method = self._choice.fixed, settings.method
         least = {
-            "chunk_size": _LEAST if method.schedule == "tide" and "chunk_size" not in fixed else None,
+            "chunk_size": _LEAST if method.schedule in _SAME_FOR_ANY_CHUNK and "chunk_size" not in fixed else None,
             "score_block": _LEAST if settings.window and "score_block" not in fixed else None,
             "budget_tokens": max(_LEAST, self._least_budget) if "budget" not in fixed else None,
         }
@@ -165,9 +167,9 @@ def _halves(size: int, least: int) -> list[int]:
 
 def _savers(settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
     """Flags that may lower the peak, each with the settings that it gives."""
-    if settings.method.schedule != "tide":
+    if settings.method.schedule in _SAME_BY_LAYERS:
         yield "--schedule tide", replace(settings, method=replace(settings.method, schedule="tide"))
-    elif settings.chunk_size > _LEAST:
+    if settings.method.schedule != "oneshot" and settings.chunk_size > _LEAST:
         yield f"--chunk-size {_LEAST}", replace(settings, chunk_size=_LEAST)
     if settings.dtype == "float32":
         yield "--dtype bfloat16", replace(settings, dtype="bfloat16")

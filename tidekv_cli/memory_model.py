@@ -28,6 +28,7 @@ _FAR = 1 << 16
 _GROWING_STORAGES = 16
 _SEARCH_BITS = 8  # less than 1 % more
 _ITEMS = ("workspace", "weights", "cache", "bridge", "active_kv", "scoring")  # as the engine's ledger calls them
+_SIMULATING = ("simulate", "few_layers", "left_out", "token_major_phases", "assembly")
 Phases = list[dict[str, int]]
 
 
@@ -165,7 +166,7 @@ def _key(settings: PlanSettings) -> str:
 def _engine_digest() -> str:
     """Of the sources that a simulation runs: another engine takes other bytes."""
     package = Path(__file__).parent
-    beside = [package / f"{name}.py" for name in ("simulate", "few_layers", "assembly")]
+    beside = [package / f"{name}.py" for name in _SIMULATING]
     digest = hashlib.sha256()
     for path in sorted([*(package / "engine").rglob("*.py"), *beside]):
         digest.update(path.read_bytes())

@@ -73,6 +73,11 @@ class PlanSettings:
         return None if self.method.schedule == "online" else window + self.max_new_tokens
 
     @property
+    def token_major(self) -> bool:
+        """Whether a chunk goes through all layers before the next one does, so that all of them hold a cache."""
+        return self.method.schedule in ("chunked", "online")
+
+    @property
     def device_type(self) -> str:
         """What torch calls the device: `cpu` or `cuda`."""
         return "cpu" if self.device_kind == "cpu" else "cuda"

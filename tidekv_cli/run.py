@@ -227,7 +227,12 @@ def _available(address: str, unused: int) -> int | None:
 
 
 def _needed_by_a_chunk(plan: Plan) -> int:
-    """Bytes that come on top of what is held while a chunk runs and its layer is evicted."""
+    """Bytes that come on top of what is held while a chunk runs and its layer is evicted.
+
+    A token-major cache is made in the first chunk; the plan has told whether there is room for it.
+    """
     planned = plan.bytes
+    if plan.settings.token_major:
+        return planned.workspace + planned.scoring + planned.active_kv
     needed = planned.workspace + planned.scoring + plan.cache_bytes // plan.settings.spec.layers
     return needed + planned.bridge + planned.active_kv if plan.settings.method.schedule == "oneshot" else needed

@@ -60,7 +60,7 @@ def simulate(settings: PlanSettings, length: int, granularity: int = 1) -> list[
         meter.watch(few.model.parameters())
         meter.watch([ids, *few.model.buffers()], ledger.WORKSPACE)
         adapter = ModelAdapter(few.model)
-        phased = PhasedTokenMajor if settings.method.schedule in ("chunked", "online") else _PhasedPrefill
+        phased = PhasedTokenMajor if settings.token_major else _PhasedPrefill
         prefill = phased(adapter, ids, engine, meter, few)
         with meter:
             prompt = prefill.run()
