@@ -35,14 +35,17 @@ class LeftOut:
         self._few, self._settings, self._layers, self._places = few, settings, layers, places
         self._granularity = granularity
         self._shapes: list[_Shape] = []
-        self._known: dict[tuple[int, int], int] = {}
+        self._known: dict[tuple[int, int, bool], int] = {}
 
     def ran(self, active: ActiveKV, rows: int, nbytes: int) -> None:
         """The next of the layers that are run kept `rows` a head of `active`, in `nbytes` of cache."""
         self._shapes.append(_Shape(active.keys.shape, active.values.shape, active.keys.dtype, rows, nbytes))
 
-    def bytes_before(self, place: int) -> int:
-        """Held by the layers left out before the `place`th that is run, once the layer before that is done."""
+    def bytes_before(self, place: int, over: bool = False) -> int:
+        """Held by the layers left out before the `place`th that is run, once the layer before that is done.
+
+        When the prefill is `over`, what layers were trimmed by is let go of.
+        """
         few = self._few
         stop = few.kept[place] if place < len(few.kept) else len(few.stand_ins)
         shared = [number for number in self._places[:stop] if number is not None]
@@ -51,25 +54,27 @@ class LeftOut:
         for layer in range(stop):
             if layer not in few.kept:
                 stand_in, number = few.stand_ins[layer], self._places[layer]
-                total += self._bytes(stand_in, self._shapes[stand_in].rows if number is None else budgets[number])
+                rows = self._shapes[stand_in].rows if number is None else budgets[number]
+                total += self._bytes(stand_in, rows, over and number is not None)
         return total
 
-    def _bytes(self, stand_in: int, rows: int) -> int:
-        shape = self._shapes[stand_in]
-        if rows == shape.rows:
+    def _bytes(self, stand_in: int, rows: int, over: bool) -> int:
+        shape, revised = self._shapes[stand_in], self._settings.policy.layers.revises
+        if rows == shape.rows and not (over and revised):
             return shape.nbytes
-        if (stand_in, rows) not in self._known:
-            self._known[stand_in, rows] = self._measured(shape, rows)
-        return self._known[stand_in, rows]
+        key = stand_in, rows, revised and not over
+        if key not in self._known:
+            self._known[key] = self._measured(shape, rows, revised and not over)
+        return self._known[key]
 
-    def _measured(self, shape: _Shape, rows: int) -> int:
+    def _measured(self, shape: _Shape, rows: int, revised: bool) -> int:
         """Of a store of `rows` a head, made on fake tensors."""
         settings = self._settings
         heads, ragged = shape.keys[1], settings.policy.heads.ragged
         keys, values = torch.empty(shape.keys, dtype=shape.dtype), torch.empty(shape.values, dtype=shape.dtype)
         with LiveMeter(self._granularity) as meter:
             size = (heads * rows,) if ragged else (heads, rows)
-            scores = torch.empty(size) if settings.policy.layers.revises else None
+            scores = torch.empty(size) if revised else None
             kept = Selection(torch.empty(size, dtype=torch.long), scores, (rows,) * heads if ragged else None)
             if settings.record_kept or scores is not None:
                 book(CACHE, kept.indices, *([] if scores is None else [scores]))

@@ -122,7 +122,7 @@ class _PhasedPrefill(LayerMajorPrefill):
         """Live bytes by item at the peak of each phase, and what the layers left out hold in the end."""
         for number, phase in enumerate(self.phases):
             phase[ledger.CACHE] += self.left_out.bytes_before(number // 2)
-        return self.phases, self.left_out.bytes_before(len(self._few.kept))
+        return self.phases, self.left_out.bytes_before(len(self._few.kept), over=True)
 
     def take(self, phase: int) -> None:
         """What came since the last call belongs to `phase`; keep the higher of it and what `phase` has so far."""
