@@ -28,9 +28,12 @@ from tests.references_selectors import (
 from tidekv_cli.assembly import engine_settings
 from tidekv_cli.engine.backends import attention_backend
 from tidekv_cli.engine.budgets.ada import AdaHeads
+from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.column_sums import ColumnSums
+from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.observation import Observation
+from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.selectors import LayerView
 from tidekv_cli.engine.selectors.h2o import H2O
 from tidekv_cli.engine.session import Session
@@ -199,6 +202,16 @@ def test_what_is_kept_is_what_the_plain_model_attends_to(
         chosen = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, kept[:, :30], True)
         worst = sums.masked_fill(~chosen, float("inf")).amin(1)
         assert (worst >= sums.masked_fill(chosen, 0.0).amax(1) * (1 - 1e-4)).all()
+
+
+def test_chunks_that_are_tried_again_change_nothing(tiny_model: Callable[..., Any]) -> None:
+    """The highest moment of a chunk comes after its queries were seen, so they are seen again."""
+    session, ids = Session(tiny_model(intermediate_size=2048), frozenset()), random_ids(1500)
+    settings = PrefillSettings("tide", H2O(), uniform(100), FlashCPU(), 1024, 512, 4)
+    plain, peak = session.prefill(ids, settings)
+    lowered, _ = session.prefill(ids, settings, ceiling_bytes=peak - 2 * MIB)
+    assert not plain.lowered and "chunk_size 1024 -> 512" in lowered.lowered[0]
+    assert all(torch.equal(one, other) for one, other in zip(plain.kept, lowered.kept, strict=True))
 
 
 @pytest.fixture
