@@ -66,11 +66,16 @@ class MemoryModel:
 
     def phases(self, length: int) -> Phases:
         """Bytes by item at the peak of each of `simulate`'s phases."""
-        if self._settings.method.store_info.grouped and self._line_for(length) is not None:
-            length = -(-length // _ALIGNED) * _ALIGNED  # a group of rows is held whole
         starts = self._line_for(length)
         if starts is None:
             return self._sampled(length)
+        found = self._on_lines(starts, length)
+        if self._settings.method.store_info.grouped:  # a group of rows is held whole
+            rounded = self._on_lines(starts, -(-length // _ALIGNED) * _ALIGNED)
+            found = [{**phase, "cache": more["cache"]} for phase, more in zip(found, rounded, strict=True)]
+        return found
+
+    def _on_lines(self, starts: tuple[int, ...], length: int) -> Phases:
         # All of a whole prompt's activations grow with it, and another moment may be the highest further on.
         lines = [self._line(start, self.lines[1], length) for start in starts]
         return [_highest(phase) for phase in zip(*lines, strict=True)]

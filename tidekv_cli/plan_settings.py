@@ -27,7 +27,7 @@ class Regimes:
     """Memory is a straight line over the length between one of `windows`, in tokens, and the next.
 
     It is none anywhere if it `bends`, because a matrix of logits grows with the keys of each chunk. `rows` are the most
-    that a layer keeps of a long prompt, where there is a budget.
+    that a layer keeps of a long prompt, where there is a budget, and that are looked at at a time.
     """
 
     windows: tuple[int, ...]

@@ -82,6 +82,8 @@ def regimes(settings: PlanSettings) -> Regimes:
     matrices = settings.attention in ("math", "eager") or traits.odd
     too_wide = settings.device_type == "cuda" and traits.widest_head > MOST_HEAD_DIM
     rows, *borders = [0] if settings.budget_tokens is None else _budget_borders(settings, settings.budget_tokens, few)
+    observer = settings.method.selector_info.build(settings.axis_settings).observer(1)
+    rows += 0 if observer is None else observer.blocks_of
     windows = {*traits.windows, *(border + settings.max_new_tokens for border in borders)}
     return Regimes(tuple(sorted(windows)), matrices or too_wide, rows)
 

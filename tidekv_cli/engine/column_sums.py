@@ -34,6 +34,11 @@ class ColumnSums:
         """See `Observer.first`."""
         return 0
 
+    @property
+    def blocks_of(self) -> int:
+        """See `Observer.blocks_of`."""
+        return _BLOCK
+
     def catch(
         self, queries: Tensor, keys: Tensor, lse: Tensor, start: int, scale: float, softcap: float | None = None
     ) -> None:

@@ -31,6 +31,10 @@ class Observer(Protocol):
     def first(self) -> int:
         """The position of the first query that it must see."""
 
+    @property
+    def blocks_of(self) -> int:
+        """Keys that it looks at at a time: a shorter prompt takes less, a longer one in a straight line more."""
+
     def catch(
         self, queries: Tensor, keys: Tensor, lse: Tensor, start: int, scale: float, softcap: float | None = None
     ) -> None:
@@ -56,6 +60,11 @@ class WindowObserver:
     def first(self) -> int:
         """See `Observer.first`."""
         return self._first
+
+    @property
+    def blocks_of(self) -> int:
+        """See `Observer.blocks_of`. It only keeps queries."""
+        return 0
 
     def catch(
         self, queries: Tensor, keys: Tensor, lse: Tensor, start: int, scale: float, softcap: float | None = None

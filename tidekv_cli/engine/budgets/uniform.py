@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tidekv_cli.engine.budgets import BudgetPolicy, LayerBudgets, Layers
-from tidekv_cli.engine.scoring import StreamingTopK
+from tidekv_cli.engine.scoring import ranks
 from tidekv_cli.engine.selectors import LayerView, Selection, Selector
 
 
@@ -49,10 +49,8 @@ class EvenHeads:
     def trim(self, selection: Selection, budget: int, mandatory: int) -> Selection:
         """See `HeadPolicy.trim`."""
         assert selection.scores is not None
-        top = StreamingTopK(budget, selection.scores.shape[1], 1)
-        top.push(selection.scores)
-        rows, scores = top.result()
-        return Selection(rows, scores)
+        rows = ranks(selection.scores).topk(budget, dim=1, sorted=False).indices.sort(dim=1).values
+        return Selection(rows, selection.scores.gather(1, rows))
 
 
 def uniform(budget: int) -> BudgetPolicy:
