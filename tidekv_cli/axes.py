@@ -93,12 +93,13 @@ class PolicyInfo:
 class StoreInfo(Part):
     """A store. `ragged` if heads may keep different numbers of rows, `trims` if a layer can be trimmed again.
 
-    `grouped` if rows are held in groups of up to 256.
+    `grouped` if rows are held in groups of up to 256. `settled` rows or more take no more to attend to.
     """
 
     ragged: bool = False
     trims: bool = True
     grouped: bool = False
+    settled: int = 0
 
 
 _WINDOW = Parameter("window", 32, "last queries that score the keys")
@@ -224,6 +225,7 @@ STORES = {
             ),
             trims=False,
             grouped=True,
+            settled=4096,
         ),
     )
 }

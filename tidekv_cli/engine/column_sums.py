@@ -36,8 +36,8 @@ class ColumnSums:
 
     @property
     def blocks_of(self) -> int:
-        """See `Observer.blocks_of`."""
-        return _BLOCK
+        """See `Observer.blocks_of`. One block's sums are there while the next one's are made."""
+        return 2 * _BLOCK
 
     def catch(
         self, queries: Tensor, keys: Tensor, lse: Tensor, start: int, scale: float, softcap: float | None = None
