@@ -38,7 +38,6 @@ from tidekv_cli.engine.selectors import LayerView
 from tidekv_cli.engine.selectors.h2o import H2O
 from tidekv_cli.engine.session import Session
 from tidekv_cli.errors import UsageError
-from tidekv_cli.methods import SELECTORS, Parameter, SelectorInfo
 from tidekv_cli.simulate import simulate
 
 MIB = 1 << 20
@@ -214,15 +213,6 @@ def test_chunks_that_are_tried_again_change_nothing(tiny_model: Callable[..., An
     assert all(torch.equal(one, other) for one, other in zip(plain.kept, lowered.kept, strict=True))
 
 
-@pytest.fixture
-def _listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    info = SelectorInfo(
-        "h2o", "tidekv_cli.engine.selectors.h2o:H2O", "Zhang et al.", (Parameter("recent", 0.5, "newest"),)
-    )
-    monkeypatch.setitem(SELECTORS, "h2o", info)
-
-
-@pytest.mark.usefixtures("_listed")
 def test_it_takes_hardly_more_than_snapkv() -> None:
     peaks = [
         max(sum(phase.values()) for phase in simulate(plan_settings(method=method("tide", name)), 65536, 512))
@@ -231,7 +221,6 @@ def test_it_takes_hardly_more_than_snapkv() -> None:
     assert peaks[0] < peaks[1] <= peaks[0] + 64 * MIB
 
 
-@pytest.mark.usefixtures("_listed")
 @pytest.mark.parametrize(("schedule", "chunk"), [("tide", 64), ("tide", 300), ("oneshot", 64)])
 def test_a_real_run_takes_what_is_simulated(tiny_model: Callable[..., Any], schedule: str, chunk: int) -> None:
     model = tiny_model(num_hidden_layers=4)

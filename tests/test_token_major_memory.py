@@ -52,7 +52,7 @@ def test_what_a_token_of_the_prompt_takes() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["chunked", "online"])
-@pytest.mark.parametrize("step", [60, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [35, pytest.param(1, marks=pytest.mark.slow)])
 def test_memory_that_runs_out_at_every_operation(tiny_model: Callable[..., Any], schedule: str, step: int) -> None:
     """An answer in `chunked`, an error in `online`; then a right answer."""
     session, ids = Session(tiny_model(num_hidden_layers=3), frozenset()), prompt_ids()[:544]

@@ -21,15 +21,25 @@ Model = Annotated[
 ]
 Offline = Annotated[bool, option("--offline", panel=INPUT, help="No network at all.")]
 Method = Annotated[str | None, option("--method", panel=METHOD, help="A name from `tidekv methods` (tidekv-snapkv).")]
-Selector = Annotated[str | None, option("--selector", panel=METHOD, help="Which entries stay (the method's).")]
-Schedule = Annotated[str | None, option("--schedule", panel=METHOD, help="tide or oneshot (the method's).")]
-BudgetPolicy = Annotated[str | None, option("--budget-policy", panel=METHOD, help="How many, where (the method's).")]
-KvStore = Annotated[str | None, option("--kv-store", panel=METHOD, help="How they are kept (the method's).")]
+Selector = Annotated[
+    str | None, option("--selector", panel=METHOD, help="Which entries stay: snapkv, recent, h2o, ... (the method's).")
+]
+Schedule = Annotated[
+    str | None, option("--schedule", panel=METHOD, help="tide, oneshot, chunked or online (the method's).")
+]
+BudgetPolicy = Annotated[
+    str | None,
+    option("--budget-policy", panel=METHOD, help="How many, where: uniform, pyramid, ada, cake, ... (the method's)."),
+]
+KvStore = Annotated[
+    str | None, option("--kv-store", panel=METHOD, help="How they are kept: dense, flat or quantized (the method's).")
+]
 Budget = Annotated[
     str | None, option("--budget", panel=METHOD, help="KV tokens kept per layer, or full, or auto (the profile's).")
 ]
 Parameters = Annotated[
-    list[str] | None, option("--set", panel=METHOD, help="KEY=VALUE of the selector, e.g. window=32.")
+    list[str] | None,
+    option("--set", panel=METHOD, help="KEY=VALUE of the method, e.g. window=32; see `tidekv methods`."),
 ]
 ChunkSize = Annotated[int | None, option("--chunk-size", panel=ENGINE, help="Tokens per chunk, C (the profile's).")]
 ScoreBlock = Annotated[

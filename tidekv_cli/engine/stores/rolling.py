@@ -48,18 +48,25 @@ class RollingStore(Store):
         """Of the rows `kept` of the `keys` and `values` [1, Hkv, S, D] of a whole prompt."""
         assert kept.counts is None
         held = kept.indices.shape[1]
-        sunk = min(sinks, held - 1)
-        store = cls(keys, values, max(limit, held), sunk, held - sunk + max(slack, 1), attention)
-        store._sunk, store._stop, store._seen = sunk, held - sunk, keys.shape[2]
-        for rows, first, recent in zip((keys, values), store._sinks, store._recent, strict=True):
-            for head, index in enumerate(kept.indices.unbind()):
-                first[0, head] = rows[0, head].index_select(0, index[:sunk])
-                recent[0, head, : held - sunk] = rows[0, head].index_select(0, index[sunk:])
-        store.prompt_ends()
+        limit = max(limit, held)
+        sinks = min(sinks, limit - 1)
+        store = cls(keys, values, limit, sinks, max(held - sinks, 0) + max(slack, 1), attention)
+        store.begin_at(held)
+        store.hold((keys, values), kept.indices)
         return store
 
+    def hold(self, given: tuple[Tensor, Tensor], indices: Tensor) -> None:
+        """Take the rows `indices` [Hkv, K] of the keys and values [1, Hkv, S, D] of a whole prompt."""
+        sunk, held = self._sunk, indices.shape[1]
+        for rows, first, recent in zip(given, self._sinks, self._recent, strict=True):
+            for head, index in enumerate(indices.unbind()):
+                first[0, head, :sunk] = rows[0, head].index_select(0, index[:sunk])
+                recent[0, head, : held - sunk] = rows[0, head].index_select(0, index[sunk:])
+        self._seen = given[0].shape[2]
+        self.prompt_ends()
+
     def begin_at(self, position: int) -> None:
-        """As if so many tokens had been read: for simulation."""
+        """As if so many tokens had been read, though their rows are not here yet."""
         self._seen, self._sunk, self._start = position, min(self._sinks[0].shape[2], position), 0
         self._stop = min(position - self._sunk, self._most)
 
