@@ -1,11 +1,10 @@
-"""Every method on the embedded model: what it takes while the cache is built, what stays, and how long it takes.
+"""Every method on the embedded model: what it takes while the cache is built, and what stays.
 
     python benchmarks/methods.py            the table, and docs/methods.md with it in place
     python benchmarks/methods.py --methods tidekv-snapkv,snapkv --tokens 1024
 
 All run on the same weights, prompt, precision, budget, chunk size and meter, in this process one after another. Bytes
-are those of live tensors; the transient peak is the highest moment of the prefill less the weights. Seconds are wall
-time of the prefill on this machine, once.
+are those of live tensors; the transient peak is the highest moment of the prefill less the weights.
 """
 
 from __future__ import annotations
@@ -54,13 +53,12 @@ def measured(name: str, tokens: int, budget: int, chunk: int) -> tuple[str, ...]
         f"{peak / 2**20:.1f}",
         f"{planned / 2**20:.1f}",
         f"{outcome.cache_bytes / 2**20:.1f}",
-        f"{outcome.prefill_s:.1f}",
     )
 
 
 def table(rows: list[tuple[str, ...]], tokens: int, budget: int, chunk: int) -> str:
     """In Markdown, with what it was measured on."""
-    head = ("method", "schedule × selector × policy × store", "transient peak", "planned", "final cache", "prefill, s")
+    head = ("method", "schedule × selector × policy × store", "transient peak", "planned", "final cache")
     lines = [
         f"{datetime.date.today().isoformat()}, `smollm2-135m` in float32 on a CPU ({platform.machine()},"
         f" {os.cpu_count()} cores, torch {torch.__version__}), {tokens:,} random tokens, K={budget}, C={chunk}, 16 new"
@@ -76,7 +74,7 @@ def table(rows: list[tuple[str, ...]], tokens: int, budget: int, chunk: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--chunk", type=int, default=512)
     arguments = parser.parse_args()
