@@ -263,13 +263,14 @@ def test_cake_without_anything_to_tell_layers_apart(kind: str, window: int, leng
 
 def test_cake_of_extreme_exponents_and_values() -> None:
     view = layer(3, 200, (2, 4), 16, "plain")
-    for taus in ((1e-3, 1e-3), (1e-3, 1e3), (1e3, 1e-3), (1e-300, 1.0)):
+    for taus in ((1e-3, 1e-3), (1e-3, 1e3), (1e3, 1e-3), (1e-3, 1.0)):
         found = Cake(*taus).preference(view)
         assert 0.0 <= found < inf
     odd = Observation(torch.full((8, 16, 16), float("nan")), torch.zeros(8, 16), 1.0)
     assert Cake().preference(LayerView(view.keys, odd, 64)) == 0.0
-    with pytest.raises(UsageError, match="tau2=0"):
-        Cake(1.0, 0.0)
+    for taus in ((1.0, 0.0), (1e-300, 1.0), (inf, 1.0), (1.0, float("nan"))):
+        with pytest.raises(UsageError, match="tau2="):
+            Cake(*taus)
 
 
 @pytest.mark.parametrize("case", range(50))
@@ -311,3 +312,8 @@ def test_a_plan_of_cake_is_even_and_may_leave_layers_out() -> None:
     for number in range(31):
         stepwise.read(number, None)
     assert list(stepwise.read(31, None)) == list(at_once.read(31, None))
+
+
+def test_a_model_whose_layers_all_have_windows_shares_nothing() -> None:
+    for policy in (EvenLayers(), Pyramid(), Cake()):
+        policy.begin(Layers(0, 100, 8, 40))

@@ -94,3 +94,32 @@ def test_lines_agree_with_simulation(name: str) -> None:
             groups = 255 * simulated["cache"] // length if METHODS[name].kv_store == "quantized" else 0
             blocks = 512 * 40 if device_kind == "cuda" else 0  # that round up
             assert 0 <= above <= transient / 100 + groups + blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("tidekv-kivi", {"residual": 96, "group": 32}),
+        ("tidekv-kivi", {"residual": 1024}),
+        ("kivi", {"residual": 4096, "bits": 2}),
+        ("tidekv-keydiff", {}),
+        ("keydiff", {}),
+    ],
+)
+def test_lines_know_the_parameters(name: str, changes: dict[str, int]) -> None:
+    """Rounding in other steps, and score blocks much longer than chunks."""
+    config = tiny_causal_model(num_hidden_layers=6, vocab_size=128, max_position_embeddings=4096).config.to_dict()
+    case = settings(name, config | {"architectures": ["LlamaForCausalLM"]}, chunk_size=256, score_block=2048)
+    case = replace(case, axis_settings={**case.axis_settings, **changes}, dtype="bfloat16")
+    model = MemoryModel(case, None)
+    start = model.lines[0]
+    for length in (start // 2, start + 1, start + 777, 2 * start + 5):
+        predicted, simulated = model.peak(length), model.simulated(length)
+        above = sum(predicted.values()) - sum(simulated.values())
+        transient = sum(simulated.values()) - simulated["cache"] - simulated["weights"]
+        row = 2 * case.spec.layers * case.spec.kv_heads * case.spec.head_dim * 2
+        steps = (
+            model.regimes.step * row if model.regimes.step > 1 else 0
+        )  # as if the newest rows were as many as can be
+        assert 0 <= above <= transient / 100 + steps

@@ -154,3 +154,36 @@ def test_unknown_axes(position: int, flag: str, known: str) -> None:
     with pytest.raises(UsageError, match="nonsense") as caught:
         choose("snapkv", *axes)
     assert flag in caught.value.message and known in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("method", "setting", "word"),
+    [
+        ("tidekv-snapkv", "window=99999999999999999999999", "is impossible"),
+        ("tidekv-streaming", "sinks=99999999999999", "is impossible"),
+        ("kivi", "residual=1099511627776", "is impossible"),
+        ("tidekv-cake", "gamma=1e39", "gamma"),
+        ("tidekv-cake", "gamma=nan", "gamma"),
+        ("tidekv-cake", "tau1=1e-320", "tau1"),
+        ("tidekv-cake", "tau2=inf", "tau2"),
+        ("tidekv-adakv", "alpha=nan", "alpha"),
+        ("tidekv-pyramidkv", "beta=0", "beta"),
+        ("tidekv-h2o", "recent=nan", "recent"),
+        ("kivi", "bits=3", "bits"),
+        ("kivi", "group=0", "group"),
+        ("tidekv-streaming", "positions=relative", "positions"),
+    ],
+)
+def test_parameters_that_cannot_be(method: str, setting: str, word: str) -> None:
+    name, _, value = setting.partition("=")
+    chosen = METHODS[method]
+    with pytest.raises(UsageError, match=word):
+        values = chosen.settings({name: value})
+        for part in (chosen.selector_info, chosen.policy_info.layers, chosen.policy_info.heads, chosen.store_info):
+            part.build(values)
+
+
+def test_a_target_that_is_not_there() -> None:
+    for target in ("nowhere.mod:X", "tidekv_cli.axes:Nothing", "nowhere"):
+        with pytest.raises(UsageError, match="cannot be had from"):
+            Part("x", target, "").build({})

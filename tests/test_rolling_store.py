@@ -18,6 +18,8 @@ from tidekv_cli.engine.selectors import shared_by_heads
 from tidekv_cli.engine.selectors.streaming import Streaming
 from tidekv_cli.engine.session import Session
 from tidekv_cli.engine.stores.rolling import RollingStore
+from tidekv_cli.engine.turning import Turning
+from tidekv_cli.errors import ModelError
 
 HEADS, GROUPS, SIZE, SCALE = 2, 3, 16, 0.25
 
@@ -120,3 +122,33 @@ def test_a_budget_above_the_prompt_rolls_later(tiny_model: Callable[..., Any]) -
     prompt, _ = session.prefill(ids, settings(50, Streaming(4)))
     assert list(session.generate(prompt, SamplingSettings(), 10)) == tokens[:10]
     assert prompt.cache[0].length == 49 and whole.cache[0].length == 69
+
+
+def test_a_layer_that_does_not_rotate_is_not_turned(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("smollm3", num_hidden_layers=2, pad_token_id=0, no_rope_layers=[1, 0], no_rope_layer_interval=2)
+    turning = Turning(Session(model, frozenset()).adapter)
+    assert [turning.of(layer) is turning for layer in range(2)] == [True, False]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_move_have_no_slots(tiny_model: Callable[..., Any], kind: str) -> None:
+    scale = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **(scale if kind == "longrope" else {})}
+    session = Session(tiny_model(head_dim=16, rope_parameters=rope), frozenset())
+    with pytest.raises(ModelError, match="positions=slot"):
+        session.prefill(list(range(1, 60)), settings(16, Streaming(4, "slot")))
+
+
+@pytest.mark.parametrize("schedule", ["tide", "online"])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_sinks_of_a_short_prompt_come_later(tiny_model: Callable[..., Any], schedule: str, length: int) -> None:
+    """As if the tokens that follow had been in the prompt."""
+    session, ids = Session(tiny_model(), frozenset()), list(range(1, 41))
+    short, _ = session.prefill(ids[:length], settings(12, Streaming(4), 64, schedule))
+    whole, _ = session.prefill(ids[:8], settings(12, Streaming(4), 64, schedule))
+    for token in ids[length:8]:
+        logits = session.follow(short, [token])
+    assert torch.allclose(logits, whole.logits, atol=1e-5 * float(logits.abs().max()))
+    for token in ids[8:]:
+        one, other = session.follow(short, [token]), session.follow(whole, [token])
+        assert torch.allclose(one, other, atol=1e-5 * float(one.abs().max()))

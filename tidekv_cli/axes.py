@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from tidekv_cli.errors import UsageError
+from tidekv_cli.errors import UsageError, is_out_of_memory
 
 SCHEDULES = {
     "tide": "layer by layer in chunks; a layer is evicted when all of the prompt went through it",
@@ -16,6 +16,7 @@ SCHEDULES = {
     "chunked": "chunk by chunk through all layers; nothing is evicted",
     "online": "chunk by chunk through all layers; each is evicted after every chunk",
 }
+_MOST = 1 << 30
 _GROUP = "tidekv.selectors"  # of entry points
 _KIND_NAMES = {int: "whole number", float: "number", str: "text"}
 Value = int | float | str
@@ -43,16 +44,27 @@ class Part:
         """The object, with its own of `values` over the defaults (imports torch). Raises `UsageError`."""
         module, _, name = self.target.partition(":")
         settings = {p.name: converted(p, values.get(p.name, p.default)) for p in self.parameters}
-        return getattr(importlib.import_module(module), name)(**settings)
+        try:
+            made = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise UsageError(
+                f"{self.name} cannot be had from {self.target}: {error}", "repair or remove the package that offers it"
+            ) from error
+        return made(**settings)
 
 
 def converted(parameter: Parameter, value: Any) -> Value:
     """`value` as the type of the parameter's default. Raises `UsageError`."""
     kind = type(parameter.default)
     try:
-        return kind(value)
+        found = kind(value)
     except ValueError as error:
         raise UsageError(f"{parameter.name}={value} is no {_KIND_NAMES[kind]}", f"it is {parameter.meaning}") from error
+    if isinstance(found, int) and abs(found) > _MOST:
+        raise UsageError(f"{parameter.name}={found} is impossible", f"it is {parameter.meaning}: at most {_MOST}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +103,10 @@ class PolicyInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo(Part):
-    """A store. `ragged` if heads may keep different numbers of rows, `trims` if a layer can be trimmed again.
-
-    `grouped` if rows are held in groups of up to 256. `settled` rows or more take no more to attend to.
-    """
+    """A store. `ragged` if heads may keep different numbers of rows, `trims` if a layer can be trimmed again."""
 
     ragged: bool = False
     trims: bool = True
-    grouped: bool = False
-    settled: int = 0
 
 
 _WINDOW = Parameter("window", 32, "last queries that score the keys")
@@ -224,8 +231,6 @@ STORES = {
                 Parameter("residual", 128, "newest tokens in full precision"),
             ),
             trims=False,
-            grouped=True,
-            settled=4096,
         ),
     )
 }

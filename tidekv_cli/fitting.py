@@ -62,7 +62,7 @@ class Fitter:
         fixed, method = self._choice.fixed, settings.method
         least = {
             "chunk_size": _LEAST if method.schedule in _SAME_FOR_ANY_CHUNK and "chunk_size" not in fixed else None,
-            "score_block": _LEAST if settings.window and "score_block" not in fixed else None,
+            "score_block": _LEAST if method.selector_info.scores != "none" and "score_block" not in fixed else None,
             "budget_tokens": max(_LEAST, self._least_budget) if "budget" not in fixed else None,
         }
         for field, size in least.items():
@@ -169,7 +169,7 @@ def _savers(settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
     """Flags that may lower the peak, each with the settings that it gives."""
     if settings.method.schedule in _SAME_BY_LAYERS:
         yield "--schedule tide", replace(settings, method=replace(settings.method, schedule="tide"))
-    if settings.method.schedule != "oneshot" and settings.chunk_size > _LEAST:
+    if settings.method.schedule in _SAME_FOR_ANY_CHUNK and settings.chunk_size > _LEAST:
         yield f"--chunk-size {_LEAST}", replace(settings, chunk_size=_LEAST)
     if settings.dtype == "float32":
         yield "--dtype bfloat16", replace(settings, dtype="bfloat16")

@@ -21,7 +21,7 @@ from typing import Any
 
 from tidekv_cli.plan_settings import PlanSettings, Regimes
 
-_FORMAT = 3
+_FORMAT = 4
 _CUDA_GRANULARITY = 512  # torch's CUDA allocator rounds each block up to it
 _ALIGNED = 256  # so many tokens fill whole blocks of an allocator, so lines have no rounding in them
 _FAR = 1 << 16
@@ -70,8 +70,9 @@ class MemoryModel:
         if starts is None:
             return self._sampled(length)
         found = self._on_lines(starts, length)
-        if self._settings.method.store_info.grouped:  # a group of rows is held whole
-            rounded = self._on_lines(starts, -(-length // _ALIGNED) * _ALIGNED)
+        step = self.regimes.step
+        if step > 1:  # a group of rows is held whole, and takes most just before it is full
+            rounded = self._on_lines(starts, -(-(length + 1) // step) * step - 1)
             found = [{**phase, "cache": more["cache"]} for phase, more in zip(found, rounded, strict=True)]
         return found
 
@@ -110,9 +111,11 @@ class MemoryModel:
         settings = self._settings
         chunk = _ALIGNED if self._whole else settings.chunk_size
         # The top-k holds two blocks beside its best, and its positions when a whole block comes after the first choice.
-        waiting = 4 * settings.score_block if settings.window else 0
+        waiting = 4 * settings.score_block if settings.method.selector_info.scores != "none" else 0
         start = self.regimes.rows + waiting + settings.window + 3 * chunk
-        return -(-start // _ALIGNED) * _ALIGNED, math.lcm(chunk, _ALIGNED)
+        aligned = math.lcm(_ALIGNED, self.regimes.step)
+        before = 1 if self.regimes.step > 1 else 0  # a group is full
+        return -(-start // aligned) * aligned - before, math.lcm(chunk, aligned)
 
     @property
     def _whole(self) -> bool:
@@ -186,8 +189,8 @@ def _read(file: Path) -> tuple[Regimes | None, dict[int, Phases]]:
         kept = json.loads(file.read_text(encoding="utf-8"))
         samples = {int(length): phases for length, phases in kept["samples"].items()}
         whole = all(_is_phase(phase) for phases in samples.values() for phase in phases)
-        regimes = Regimes(tuple(kept["windows"]), kept["bends"], kept["rows"])
-        counts = *regimes.windows, regimes.rows
+        regimes = Regimes(tuple(kept["windows"]), kept["bends"], kept["rows"], kept["step"])
+        counts = *regimes.windows, regimes.rows, regimes.step
         whole = whole and type(regimes.bends) is bool and all(type(count) is int for count in counts)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError, KeyError):
         return None, {}

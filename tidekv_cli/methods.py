@@ -105,7 +105,11 @@ METHODS = _points(
     ("keydiff", "online keydiff uniform dense", "evicts while reading, by how alike keys are"),
     ("block-snapkv", "online snapkv uniform dense", "negative control: SnapKV after every chunk"),
     ("block-recent", "online recent uniform dense", "negative control: recent tokens after every chunk"),
-    ("streaming-llm", "online streaming uniform dense", "sinks and recent tokens while reading, without end"),
+    (
+        "streaming-llm",
+        "online streaming uniform dense",
+        "sinks and recent tokens while reading",
+    ),
 )
 
 

@@ -27,12 +27,14 @@ class Regimes:
     """Memory is a straight line over the length between one of `windows`, in tokens, and the next.
 
     It is none anywhere if it `bends`, because a matrix of logits grows with the keys of each chunk. `rows` are the most
-    that a layer keeps of a long prompt, where there is a budget, and that are looked at at a time.
+    that a layer keeps of a long prompt, where there is a budget, and that are looked at at a time; the cache
+    grows by `step` rows.
     """
 
     windows: tuple[int, ...]
     bends: bool
     rows: int = 0
+    step: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class PlanSettings:
         it reads.
         """
         window = self.spec.context_window
-        if window is None or self.axis_settings.get("positions") != "slot":
+        if window is None or not self.method.selector_info.rolling or self.axis_settings.get("positions") != "slot":
             return window
         return None if self.method.schedule == "online" else window + self.max_new_tokens
 

@@ -84,9 +84,10 @@ def regimes(settings: PlanSettings) -> Regimes:
     rows, *borders = [0] if settings.budget_tokens is None else _budget_borders(settings, settings.budget_tokens, few)
     observer = settings.method.selector_info.build(settings.axis_settings).observer(1)
     rows += 0 if observer is None else observer.blocks_of
-    rows += settings.method.store_info.settled
+    store = settings.method.store_info.build(settings.axis_settings)
+    rows += store.settled
     windows = {*traits.windows, *(border + settings.max_new_tokens for border in borders)}
-    return Regimes(tuple(sorted(windows)), matrices or too_wide, rows)
+    return Regimes(tuple(sorted(windows)), matrices or too_wide, rows, store.step)
 
 
 def _budget_borders(settings: PlanSettings, budget: int, few: FewLayers) -> Sequence[int]:

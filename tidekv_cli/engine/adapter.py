@@ -136,6 +136,11 @@ class ModelAdapter:
         """Where the weights are."""
         return self.model.device
 
+    @property
+    def rotation_moves(self) -> bool:
+        """Whether rotations depend on the longest position that is seen."""
+        return self._rotary.moves
+
     def bind(self, targets: Sequence[LayerCache], prompt_length: int | None = None) -> None:
         """Let layer i store into and attend over `targets[i]` from now on; `()` lets go of what was bound.
 

@@ -251,7 +251,7 @@ class LayerMajorPrefill:
         held = selection.indices.shape[1]
         limit = held if held < self._length else settings.policy.budget
         store = RollingStore.of(*rows, rolling.sinks, limit)
-        store.turn = self._turning
+        store.turn = None if self._turning is None else self._turning.of(len(self._cache))
         return store
 
     def _remember(self, selection: Selection, layer: int | None = None) -> None:

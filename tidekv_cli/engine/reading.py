@@ -133,7 +133,7 @@ class StreamingKV:
         self.budget = budget
         self._settings, self._active, self._turn = settings, active, turn
         self._limit = budget if budget < length else max(budget, settings.policy.budget)
-        self._sinks = min(settings.selector.rolling.sinks, budget - 1)
+        self._sinks = min(settings.selector.rolling.sinks, self._limit - 1)
         self._store: RollingStore | None = None
 
     @property
@@ -147,7 +147,7 @@ class StreamingKV:
 
     def allocate(self, keys: Tensor, values: Tensor) -> None:
         """Make room for rows like those of `keys` and `values` [1, Hkv, n, D]."""
-        room = self.budget - self._sinks + self._settings.slack
+        room = max(self.budget - self._sinks, 0) + max(self._settings.slack, 1)
         self._store = RollingStore(keys, values, self._limit, self._sinks, room, self._settings.attention)
         self._store.turn, self._store.overflow = self._turn, self._active
 
@@ -167,8 +167,8 @@ class StreamingKV:
 
     def positions(self, length: int) -> Tensor:
         """Of the rows held of a prompt of `length` tokens: [Hkv, L] int64, ascending."""
-        like, recent = self.store.keys, self.store.length - self._sinks
-        held = torch.cat((span(0, self._sinks, like), span(length - recent, length, like)))
+        like, sunk = self.store.keys, min(self._sinks, length)
+        held = torch.cat((span(0, sunk, like), span(length - (self.store.length - sunk), length, like)))
         found = shared_by_heads(held, like.shape[1]).indices
         book(CACHE, found)
         return found

@@ -25,6 +25,11 @@ class MovingRotary:
         self._modules = [module for module in model.modules() if _moves(module)]
         self._fresh = [_state(module) for module in self._modules]
 
+    @property
+    def moves(self) -> bool:
+        """Whether there are any."""
+        return bool(self._modules)
+
     def reset(self) -> None:
         """As the model was built: what one prompt has moved is nothing to the next."""
         for module, (attributes, buffers) in zip(self._modules, self._fresh, strict=True):

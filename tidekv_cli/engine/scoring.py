@@ -170,7 +170,7 @@ class StreamingTopK:
 
     def _choose(self, held: Tensor) -> Tensor:
         """Leave the best `count` columns of each row in front, in the order they came; returns their positions."""
-        scores = held[:, : self._held].nan_to_num_(float("-inf"), float("inf"), float("-inf"))
+        scores = finite(held[:, : self._held])
         fresh = self._held if self._chosen is None else self._held - self._count
         positions = torch.arange(self._next - fresh, self._next, device=held.device).expand(len(held), -1)
         if self._chosen is not None:
@@ -184,6 +184,11 @@ class StreamingTopK:
         """Positions [H, count] ascending and their scores. At least `count` positions must have been offered."""
         assert self._scores is not None and self._held >= self._count
         return self._choose(self._scores), self._scores[:, : self._count]
+
+
+def finite(scores: Tensor) -> Tensor:
+    """`scores` with NaN below everything, and nothing as high as what always stays; in place."""
+    return scores.nan_to_num_(float("-inf"), torch.finfo(scores.dtype).max, float("-inf"))
 
 
 def ranks(scores: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from tidekv_cli.engine.prefill import Prefilled, PrefillSettings, Progress, Shor
 from tidekv_cli.engine.reading import ReadingKV, StreamingKV
 from tidekv_cli.engine.stores import Store
 from tidekv_cli.engine.stores.dense import Dense
+from tidekv_cli.engine.stores.rolling import Turn
 from tidekv_cli.engine.turning import Turning
 
 
@@ -58,7 +59,10 @@ class TokenMajorPrefill:
         self._active = ActiveKV(settings.attention, None, min(most, self._length), True, longest)
         rolling = settings.selector.rolling
         self._turn = Turning(adapter) if rolling is not None and rolling.slots else None
-        self._layers = [self._made(*self._budgets[self._number(layer)]) for layer in range(len(adapter.layers))]
+        self._layers: list[ReadingKV | StreamingKV] = []
+        for layer in range(len(adapter.layers)):
+            turn = None if self._turn is None else self._turn.of(layer)
+            self._layers.append(self._made(*self._budgets[self._number(layer)], turn))
 
     @torch.no_grad()
     def run(self) -> Prefilled:
@@ -105,10 +109,10 @@ class TokenMajorPrefill:
             found.append((own, False) if place is None else (rows[place], True))
         return found
 
-    def _made(self, budget: int, chosen: bool) -> ReadingKV | StreamingKV:
+    def _made(self, budget: int, chosen: bool, turn: Turn | None = None) -> ReadingKV | StreamingKV:
         """The cache of a layer."""
         if chosen and self._settings.selector.rolling is not None:
-            return StreamingKV(self._settings, self._active, budget, self._length, self._turn)
+            return StreamingKV(self._settings, self._active, budget, self._length, turn)
         return ReadingKV(self._settings, self._active, budget, chosen)
 
     def _read(self) -> Tensor:

@@ -17,7 +17,8 @@ _ALIKE = 1e-2  # of the largest number; what is not alike differs by about 1
 class Turning:
     """Turns rotated queries of a model back by whole positions.
 
-    Raises `ModelError` for a model whose layers rotate in another way, or by more than one table.
+    Raises `ModelError` for a model of which a layer rotates in another way, by more than one table, or by one that
+    depends on the longest position.
     """
 
     def __init__(self, adapter: ModelAdapter) -> None:
@@ -25,7 +26,8 @@ class Turning:
             module for module in adapter.model.modules() if "inv_freq" in dict(module.named_buffers(recurse=False))
         ]
         self._rotary = found[0] if len(found) == 1 else None
-        if self._rotary is None or self._differs(adapter):
+        self._turned: list[bool] = []
+        if self._rotary is None or adapter.rotation_moves or not self._understands(adapter):
             raise ModelError(
                 f"{type(adapter.model).__name__} does not rotate its keys in the one way that positions=slot can turn",
                 "use positions=absolute",
@@ -48,14 +50,27 @@ class Turning:
         factor = cos[0, -1:]  # the cosine of 0
         return cos[0, :-1] / factor, sin[0, :-1] / factor
 
-    def _differs(self, adapter: ModelAdapter) -> bool:
-        """Whether keys of one token at two positions are not turned into each other."""
-        near, far = (_first_keys(adapter, position) for position in (_FAR, _FAR + _BY))
-        if far.shape[-1] % 2:
-            return True
-        turned = self(far, torch.full((1,), _BY, device=far.device))
-        difference = (turned.float() - near.float()).abs().max() / near.float().abs().max()
-        return not numbers(difference[None], (0.0,))[0] < _ALIKE
+    def of(self, layer: int) -> Turning | None:
+        """For the queries of `layer`; None for one that does not rotate."""
+        return self if self._turned[layer] else None
+
+    def _understands(self, adapter: ModelAdapter) -> bool:
+        """Whether each layer's keys of one token at two positions are equal, or turned into each other."""
+        for layer in range(len(adapter.layers)):
+            near, far = (_keys(adapter, layer, position) for position in (_FAR, _FAR + _BY))
+            if far.shape[-1] % 2:
+                return False
+            turned = self(far, torch.full((1,), _BY, device=far.device))
+            unrotated, difference = numbers(torch.stack((_unlike(far, near), _unlike(turned, near))), (1.0, 0.0))
+            if unrotated >= _ALIKE and not difference < _ALIKE:
+                return False
+            self._turned.append(unrotated >= _ALIKE)
+        return True
+
+
+def _unlike(one: Tensor, other: Tensor) -> Tensor:
+    """The greatest difference, as a share of the greatest number."""
+    return (one.float() - other.float()).abs().max() / other.float().abs().max()
 
 
 class _Caught:
@@ -72,13 +87,13 @@ class _Caught:
 
 
 @torch.no_grad()
-def _first_keys(adapter: ModelAdapter, position: int) -> Tensor:
-    """Keys [1, Hkv, 1, D] of the first layer for token 1 at `position`."""
+def _keys(adapter: ModelAdapter, layer: int, position: int) -> Tensor:
+    """Keys [1, Hkv, 1, D] that `layer` makes of the embedding of token 1 at `position`."""
     caught = _Caught()
     adapter.bind([caught] * len(adapter.layers))
     try:
-        call = adapter.record(torch.ones(1, 1, dtype=torch.long, device=adapter.device), position, 0)
-        adapter.replay(0, call.hidden, call)
+        call = adapter.record(torch.ones(1, 1, dtype=torch.long, device=adapter.device), position, layer)
+        adapter.replay(layer, call.hidden, call)
     finally:
         adapter.bind(())
     return caught.keys

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tidekv_cli.engine.budgets.apportion import apportion
 from tidekv_cli.engine.readback import numbers
-from tidekv_cli.engine.scoring import ranks
+from tidekv_cli.engine.scoring import finite, ranks
 from tidekv_cli.engine.selectors import LayerView, Selection, Selector, span
 from tidekv_cli.errors import UsageError
 
@@ -41,7 +41,7 @@ class AdaHeads:
         if budget == always:
             return selector.select(view, budget)
         first, last = span(0, ranking.first, view.keys), span(ranking.stop, length, view.keys)
-        scores = torch.cat(list(ranking.blocks), 1).nan_to_num_(-inf, inf, -inf).expand(heads, -1)
+        scores = finite(torch.cat(list(ranking.blocks), 1)).expand(heads, -1)
         counts = self._counts(scores, [scores.shape[1]] * heads, budget - always)
         mark = scores.new_full((1,), float("inf"))
         rows, kept = [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp, inf, log
 from typing import ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from tidekv_cli.engine.selectors import LayerView
 from tidekv_cli.errors import UsageError
 
 _PLANNED = 1.0  # of every layer in a plan, which knows no data
+_LEAST_TAU = 1e-3
 _GREATEST = 700.0  # exp() of more is no float
 
 
@@ -35,8 +36,10 @@ class Cake:
     revises: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not (self.tau1 > 0 and self.tau2 > 0):
-            raise UsageError(f"tau1={self.tau1}, tau2={self.tau2} is impossible", "use numbers above 0")
+        if not (_LEAST_TAU <= self.tau1 < inf and _LEAST_TAU <= self.tau2 < inf):
+            raise UsageError(
+                f"tau1={self.tau1}, tau2={self.tau2} is impossible", f"use finite numbers from {_LEAST_TAU} on"
+            )
 
     def begin(self, layers: Layers) -> LayerBudgets:
         """See `LayerPolicy.begin`."""

@@ -30,6 +30,8 @@ class Pyramid:
 
     def begin(self, layers: Layers) -> LayerBudgets:
         """See `LayerPolicy.begin`."""
+        if not layers.count:  # every layer has a window of its own
+            return Fixed([])
         always = min(layers.mandatory, layers.length)
         mean = Fraction(layers.free_total, layers.count)
         least = mean // self.beta

@@ -13,6 +13,7 @@ from tidekv_cli.engine.selectors import LayerView, Ranking, Selector
 from tidekv_cli.errors import UsageError
 
 _WIDEST_POOL = 1023
+_MOST_GAMMA = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class CakeScore(Selector):
     def __post_init__(self) -> None:
         if self.window < 1:
             raise UsageError(f"window={self.window} is impossible", "use 1 or more")
-        if not 0.0 <= self.gamma < float("inf"):
-            raise UsageError(f"gamma={self.gamma} is impossible", "use 0 or more")
+        if not 0.0 <= self.gamma <= _MOST_GAMMA:
+            raise UsageError(f"gamma={self.gamma} is impossible", f"use a number from 0 to {_MOST_GAMMA:g}")
         if not 1 <= self.pool_kernel <= _WIDEST_POOL or self.pool_kernel % 2 == 0:
             raise UsageError(
                 f"pool_kernel={self.pool_kernel} is impossible", f"use an odd number from 1 to {_WIDEST_POOL}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -44,5 +43,18 @@ class Store(Protocol):
         """Count the rows of so many new tokens as there, without their contents: for simulation."""
 
 
-# (keys and values [1, Hkv, S, D], the rows of them that stay, rows to keep free for new tokens, backend) -> store
-MakeStore = Callable[[Tensor, Tensor, Selection, int, Attention], Store]
+class MakeStore(Protocol):
+    """A kind of store. `step` is by how many rows it grows, `settled` from how many on attending takes no more."""
+
+    @property
+    def step(self) -> int:
+        """In rows of the prompt."""
+        return 1
+
+    @property
+    def settled(self) -> int:
+        """Likewise; 0 where what attending takes does not depend on rows, or grows with them in a line."""
+        return 0
+
+    def __call__(self, keys: Tensor, values: Tensor, kept: Selection, slack: int, attention: Attention) -> Store:
+        """Of the rows `kept` of `keys` and `values` [1, Hkv, S, D], with `slack` rows for new tokens to come."""

@@ -10,11 +10,11 @@ from torch import Tensor
 from tidekv_cli.engine.attention import Attention, Rule
 from tidekv_cli.engine.ledger import CACHE, book
 from tidekv_cli.engine.selectors import Selection
-from tidekv_cli.engine.stores import Store
+from tidekv_cli.engine.stores import MakeStore, Store
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class Dense(MakeStore):
     """Makes dense stores: see `stores.MakeStore`."""
 
     def __call__(self, keys: Tensor, values: Tensor, kept: Selection, slack: int, attention: Attention) -> DenseStore:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tidekv_cli.engine.attention import Attention, Rule
 from tidekv_cli.engine.ledger import CACHE, book
 from tidekv_cli.engine.selectors import Selection
-from tidekv_cli.engine.stores import Store
+from tidekv_cli.engine.stores import MakeStore, Store
 from tidekv_cli.engine.stores.dense import DenseStore
 
 _PIECE = 128  # rows: longer ones leave more loose rows, shorter ones are slower and more to merge
@@ -24,7 +24,7 @@ _QUERIES = 16  # at a time: each goes to every piece of its head, and has an out
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class Flat(MakeStore):
     """Makes flat stores, as `MakeStore`."""
 
     def __call__(self, keys: Tensor, values: Tensor, kept: Selection, slack: int, attention: Attention) -> FlatStore:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tidekv_cli.engine.attention import Attention, Rule, all_seen, merge, with_sinks
 from tidekv_cli.engine.selectors import Selection
-from tidekv_cli.engine.stores import Store
+from tidekv_cli.engine.stores import MakeStore, Store
 from tidekv_cli.engine.stores.low_bit_rows import AT_A_TIME, Layout, LowBitRows
 from tidekv_cli.errors import ModelError, UsageError
 
@@ -21,7 +21,7 @@ _QUERIES = 256  # at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
+class Quantized(MakeStore):
     """Makes quantised stores, as `MakeStore`; `group` in numbers, `residual` R in rows. Raises `UsageError`.
 
     A group of values is narrower where the head size is no multiple of it: as many channels as divide it, at most.
@@ -46,6 +46,16 @@ class Quantized:
     ) -> QuantizedStore:
         """See `QuantizedStore`."""
         return QuantizedStore(keys, values, kept, slack, attention, self)
+
+    @property
+    def step(self) -> int:
+        """Keys are rounded `residual` at a time."""
+        return self.residual
+
+    @property
+    def settled(self) -> int:
+        """Full precision is for so many rows at a time, and the newest ones."""
+        return AT_A_TIME + 2 * self.residual
 
     def key_layout(self) -> Layout:
         """Keys are rounded R at a time."""
