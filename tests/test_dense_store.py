@@ -32,13 +32,13 @@ def test_growth_is_by_half_and_slack_is_not_copied() -> None:
     rows, new = torch.randn(1, 2, 30, 8), torch.randn(1, 2, 1, 8)
     store = DenseStore(rows, rows, Selection(torch.arange(20).expand(2, -1)), 2, FlashCPU())
     held, sizes = store.nbytes, []
-    first = store.keys.data_ptr()
+    first = store.keys  # held on to, so that its memory is not given out again
     for _ in range(20):
         store.append(new, new)
         sizes.append(store.nbytes)
     per_row = held // 22
     assert sizes == [22 * per_row] * 2 + [33 * per_row] * 11 + [49 * per_row] * 7
-    assert store.length == 40 and store.keys.data_ptr() != first
+    assert store.length == 40 and store.keys.data_ptr() != first.data_ptr()
     assert torch.equal(store.keys[:, :, :20], rows[:, :, :20])
     assert torch.equal(store.values[:, :, 20:], new.expand(-1, -1, 20, -1))
 

@@ -247,6 +247,6 @@ def test_what_is_left_to_the_types_defaults_counts() -> None:
 
 
 def test_wide_heads_bend_where_a_kernel_does_not_take_them() -> None:
-    config = {**tiny_config("gemma4_text", global_head_dim=512).to_dict(), "architectures": ["Gemma4ForCausalLM"]}
+    config = {**tiny_config("gemma3_text", head_dim=512).to_dict(), "architectures": ["Gemma3ForCausalLM"]}
     assert MemoryModel(plan_settings(config), None).bends
     assert not MemoryModel(plan_settings(config, device_kind="cpu"), None).bends
