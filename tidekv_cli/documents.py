@@ -56,11 +56,16 @@ def as_documents(given: str | Sequence[Document | str]) -> list[Document]:
     return documents
 
 
+def is_torn(text: str) -> bool:
+    """Whether there is half a surrogate pair in it, which no UTF-8 can hold."""
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def check_text(what: str, text: object) -> None:
     """Raise `UsageError` for what is no text; None is left out, which is fine."""
     if not isinstance(text, (str, type(None))):
         raise UsageError(f"{what} is not text but {type(text).__name__}", "read or decode it first")
-    if any("\ud800" <= letter <= "\udfff" for letter in text or ""):
+    if is_torn(text or ""):
         raise UsageError(f"{what} holds half a surrogate pair, which is no text", "decode it with errors='replace'")
 
 

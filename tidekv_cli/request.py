@@ -9,6 +9,7 @@ from typing import Any
 
 from tidekv_cli.attention_choice import wished_attention
 from tidekv_cli.axes import Value
+from tidekv_cli.documents import is_torn
 from tidekv_cli.errors import UsageError
 from tidekv_cli.methods import DEFAULT_METHOD, Method, choose
 from tidekv_cli.profile import DTYPES, MOST_TOKENS, Profile
@@ -139,7 +140,7 @@ def _check_text(request: RunRequest) -> None:
         ("--stop", request.stop),
         ("--template-arg", [str(value) for value in request.template_arguments.values()]),
     ):
-        if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text or ""):
+        if any(is_torn(text or "") for text in texts):
             raise UsageError(f"{flag} holds bytes that are no UTF-8", "check the terminal's encoding")
     check_stop(request.stop)
 
