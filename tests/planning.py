@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from tidekv_cli.catalog import shape_of
+from tidekv_cli.engine.budgets import BudgetPolicy
+from tidekv_cli.engine.budgets.uniform import EvenHeads, EvenLayers
 from tidekv_cli.methods import Method
 from tidekv_cli.model_spec import spec_from_config
 from tidekv_cli.plan_settings import PlanSettings
@@ -24,6 +26,11 @@ def llama_8b() -> dict[str, Any]:
 def method(schedule: str = "tide", selector: str = "snapkv") -> Method:
     """A point on the axes."""
     return Method("m", schedule, selector, "uniform", "dense", "")
+
+
+def uniform(budget: int) -> BudgetPolicy:
+    """`budget` rows for every head of every layer."""
+    return BudgetPolicy(budget, EvenLayers(), EvenHeads())
 
 
 def plan_settings(config: Mapping[str, Any] | None = None, **changes: Any) -> PlanSettings:

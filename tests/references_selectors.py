@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidekv_cli.engine.budgets.uniform import uniform
+from tests.planning import uniform
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.observation import Observation
 from tidekv_cli.engine.prefill import Prefilled, PrefillSettings

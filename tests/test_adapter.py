@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
+from tests.planning import uniform
 from tests.references import plain_greedy, plain_logits, plain_steps_with_kept_rows
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.attention import Eager
-from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings

@@ -20,12 +20,11 @@ from tests.architectures import ARCHITECTURES, tiny_architecture, tiny_config
 from tests.builders import write_hugging_face
 from tests.cli_runner import run_cli
 from tests.conftest import ROOT
-from tests.planning import method, plan_settings
+from tests.planning import method, plan_settings, uniform
 from tests.references import CutCache, cache_keyword, logits_after, storage_bytes
 from tidekv_cli.architectures import OLDEST, REFUSED, SINCE, SUPPORTED, release_needed
 from tidekv_cli.assembly import engine_settings
 from tidekv_cli.engine.backends import attention_backend
-from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.planning import uniform
 from tests.references import plain_greedy, plain_steps_with_kept_rows
-from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.decode import Sampler
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings

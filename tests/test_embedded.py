@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.planning import uniform
 from tests.references import Recorder, dense_snapkv, heads_that_differ, plain_greedy, plain_logits
-from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.architectures import tiny_architecture
+from tests.planning import uniform
 from tests.test_attention import RULES, by_definition
 from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.attention import PLAIN, Attention, Eager, Rule
 from tidekv_cli.engine.backends import attention_backend, failure, simulated_backend
-from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.decode import next_logits, sampling_weights
 from tidekv_cli.engine.flash_cuda import Efficient, Flash
 from tidekv_cli.engine.masks import Visible

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.planning import uniform
 from tests.references import plain_logits
 from tidekv_cli.engine.backends import attention_backend, failure
-from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.selectors.snapkv import SnapKV
 from tidekv_cli.engine.session import Session

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.planning import method, plan_settings
+from tests.planning import method, plan_settings, uniform
 from tests.references import storage_bytes
 from tests.references_selectors import (
     BLOCKS,
@@ -28,7 +28,6 @@ from tests.references_selectors import (
 from tidekv_cli.assembly import engine_settings
 from tidekv_cli.engine.backends import attention_backend
 from tidekv_cli.engine.budgets.ada import AdaHeads
-from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.column_sums import ColumnSums
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.meter import LiveMeter

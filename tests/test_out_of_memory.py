@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tidekv_cli.engine.budgets.uniform import uniform
+from tests.planning import uniform
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.memory import attempt, release_unused
 from tidekv_cli.engine.prefill import LayerMajorPrefill, Prefilled, PrefillSettings

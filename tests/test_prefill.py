@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.planning import uniform
 from tests.references import (
     Recorder,
     dense_scores,
@@ -17,7 +18,6 @@ from tests.references import (
     plain_steps_with_kept_rows,
     storage_bytes,
 )
-from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.chunks import chunk_borders
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.meter import LiveMeter

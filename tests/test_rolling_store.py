@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.planning import uniform
 from tidekv_cli.engine.attention import PLAIN, Eager, Rule
-from tidekv_cli.engine.budgets.uniform import uniform
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.architectures import WINDOW, tiny_architecture
+from tests.planning import uniform
 from tests.references import CutCache, cache_keyword, plain_greedy, plain_logits, storage_bytes
 from tidekv_cli.engine.attention import Eager
 from tidekv_cli.engine.budgets import BudgetPolicy
 from tidekv_cli.engine.budgets.pyramid import Pyramid
-from tidekv_cli.engine.budgets.uniform import EvenHeads, uniform
+from tidekv_cli.engine.budgets.uniform import EvenHeads
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import Prefilled, PrefillSettings

@@ -19,6 +19,7 @@ SCHEDULES = {
 _MOST = 1 << 30
 _GROUP = "tidekv.selectors"  # of entry points
 _KIND_NAMES = {int: "whole number", float: "number", str: "text"}
+_SCORES = ("head", "layer", "none")
 Value = int | float | str
 
 
@@ -33,12 +34,16 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something with parameters that an object is made of; `target` is its "module:Class"."""
+    """Something with parameters that an object is made of; `target` is its "module:Class".
+
+    `source` is the paper that it is from, empty where it is from none; `purpose` says what it is then.
+    """
 
     name: str
     target: str
-    source: str
+    source: str = ""
     parameters: tuple[Parameter, ...] = ()
+    purpose: str = ""
 
     def build(self, values: Mapping[str, Any]) -> Any:
         """The object, with its own of `values` over the defaults (imports torch). Raises `UsageError`."""
@@ -71,8 +76,9 @@ def converted(parameter: Parameter, value: Any) -> Value:
 class SelectorInfo(Part):
     """A selector. `budgeted` is False where a budget means nothing.
 
-    `scores` says whether rows have scores: `head` for each head its own, `layer` one for all heads, or none. `windowed`
-    if it looks at the prompt's last queries, `rolling` if it drops rows while tokens are generated.
+    `scores` says whether rows have scores: `head` for each head its own, `layer` one for all heads, or `none`.
+    `windowed` if it looks at the prompt's last queries, `rolling` if it drops rows while tokens are generated.
+    `schedules` are those that it can be used with, and `unscheduled` says why with no others.
     """
 
     budgeted: bool = True
@@ -80,6 +86,7 @@ class SelectorInfo(Part):
     windowed: bool = False
     rolling: bool = False
     schedules: tuple[str, ...] = ("tide", "oneshot", "online")
+    unscheduled: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +105,12 @@ class PolicyInfo:
     @property
     def source(self) -> str:
         """Of both."""
-        return "; ".join(dict.fromkeys(part.source for part in (self.layers, self.heads) if part.source)) or "control"
+        return "; ".join(dict.fromkeys(part.source for part in (self.layers, self.heads) if part.source))
+
+    @property
+    def purpose(self) -> str:
+        """Of both."""
+        return "; ".join(dict.fromkeys(part.purpose for part in (self.layers, self.heads) if part.purpose))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +140,9 @@ SELECTORS = {
             scores="head",
             windowed=True,
         ),
-        SelectorInfo("recent", f"{_SELECTORS}.recent:Recent", "sliding control", (_SINKS,)),
+        SelectorInfo(
+            "recent", f"{_SELECTORS}.recent:Recent", parameters=(_SINKS,), purpose="control: a sliding window"
+        ),
         SelectorInfo(
             "streaming",
             f"{_SELECTORS}.streaming:Streaming",
@@ -147,6 +161,7 @@ SELECTORS = {
             scores="layer",
             windowed=True,
             schedules=("tide", "oneshot"),
+            unscheduled="it needs runs of neighbours, which schedule online takes apart",
         ),
         SelectorInfo("keydiff", f"{_SELECTORS}.keydiff:KeyDiff", "Park et al., KeyDiff, 2025", scores="head"),
         SelectorInfo(
@@ -156,6 +171,7 @@ SELECTORS = {
             (Parameter("recent", 0.5, "part of the budget that is the most recent tokens"),),
             scores="head",
             schedules=("tide", "oneshot"),
+            unscheduled="it needs the queries of the whole prompt in each layer",
         ),
         SelectorInfo(
             "cake",
@@ -172,16 +188,17 @@ SELECTORS = {
         SelectorInfo(
             "all",
             f"{_SELECTORS}.keep_all:KeepAll",
-            "control: no eviction",
+            purpose="control: no eviction",
             budgeted=False,
             schedules=("tide", "oneshot", "chunked"),
+            unscheduled="it evicts nothing, and schedule online evicts as it reads",
         ),
     )
 }
 
 _BUDGETS = "tidekv_cli.engine.budgets"
-_EVEN_LAYERS = Part("even", f"{_BUDGETS}.uniform:EvenLayers", "")
-_EVEN_HEADS = Part("even", f"{_BUDGETS}.uniform:EvenHeads", "")
+_EVEN_LAYERS = Part("even", f"{_BUDGETS}.uniform:EvenLayers", purpose="every layer as many")
+_EVEN_HEADS = Part("even", f"{_BUDGETS}.uniform:EvenHeads", purpose="every head as many")
 _PYRAMID = Part(
     "pyramid",
     f"{_BUDGETS}.pyramid:Pyramid",
@@ -219,8 +236,8 @@ _STORES = "tidekv_cli.engine.stores"
 STORES = {
     info.name: info
     for info in (
-        StoreInfo("dense", f"{_STORES}.dense:Dense", "rows of all heads in one tensor"),
-        StoreInfo("flat", f"{_STORES}.flat:Flat", "rows head after head, as many as each keeps", ragged=True),
+        StoreInfo("dense", f"{_STORES}.dense:Dense", purpose="rows of all heads in one tensor"),
+        StoreInfo("flat", f"{_STORES}.flat:Flat", purpose="each head as many rows as it keeps", ragged=True),
         StoreInfo(
             "quantized",
             f"{_STORES}.quantized:Quantized",
@@ -252,7 +269,7 @@ def selector_info(name: str) -> SelectorInfo | None:
 
 def selector_names() -> list[str]:
     """Of this package, then of others."""
-    return [*SELECTORS, *(point.name for point in _offered())]
+    return [*SELECTORS, *dict.fromkeys(point.name for point in _offered())]
 
 
 def selector_infos() -> tuple[list[SelectorInfo], list[str]]:
@@ -274,10 +291,32 @@ def _offered() -> list[EntryPoint]:
 
 def _loaded(point: EntryPoint) -> SelectorInfo | str:
     """What another package offers, or what is wrong with it."""
+    what = f"selector {point.name} of {point.value}"
+    others = {other.value for other in _offered() if other.name == point.name} - {point.value}
+    if others:
+        return f"{what} has the name of another, of {', '.join(sorted(others))}"
     try:
         info = point.load()
+        if not isinstance(info, SelectorInfo) or info.name != point.name:
+            return f"{what} is no SelectorInfo of that name"
+        fault = _fault(info)
     except Exception as error:  # another package's code may raise anything
-        return f"selector {point.name} of {point.value} cannot be loaded: {type(error).__name__}: {error}"
-    if not isinstance(info, SelectorInfo) or info.name != point.name:
-        return f"selector {point.name} of {point.value} is no SelectorInfo of that name"
-    return info
+        return f"{what} cannot be loaded: {type(error).__name__}: {error}"
+    return info if fault is None else f"{what} {fault}"
+
+
+def _fault(info: SelectorInfo) -> str | None:
+    """What is wrong with a selector that another package offers; None if nothing is."""
+    taken = {one.name for axis in (POLICIES, STORES) for other in axis.values() for one in other.parameters}
+    for parameter in info.parameters:
+        if type(parameter.default) not in _KIND_NAMES:
+            kinds = ", ".join(_KIND_NAMES.values())
+            return f"has a parameter {parameter.name} whose default {parameter.default!r} is none of {kinds}"
+        if parameter.name in taken:
+            return f"has a parameter {parameter.name}, which is another's already"
+        taken.add(parameter.name)
+    if info.scores not in _SCORES:
+        return f"has scores {info.scores!r}, which is none of {', '.join(_SCORES)}"
+    if not info.schedules or not set(info.schedules) <= set(SCHEDULES):
+        return f"has schedules {info.schedules!r}, which are not of {', '.join(SCHEDULES)}"
+    return None

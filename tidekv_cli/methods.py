@@ -148,12 +148,9 @@ def conflict(method: Method) -> tuple[str, str] | None:
     if method.schedule == "chunked" and selector.budgeted:
         return "schedule chunked evicts nothing", "use --selector all, or another --schedule"
     if method.schedule not in selector.schedules:
-        reason = {
-            "all": "selector all evicts nothing, and schedule online evicts as it reads",
-            "h2o": "selector h2o needs the queries of the whole prompt in each layer",
-            "chunkkv": "selector chunkkv needs runs of neighbours, which schedule online takes apart",
-        }.get(selector.name, f"selector {selector.name} is not made for schedule {method.schedule}")
-        return reason, f"use --schedule {' or '.join(selector.schedules)}"
+        reason = f"selector {selector.name} is not made for schedule {method.schedule}"
+        why = f": {selector.unscheduled}" if selector.unscheduled else ""
+        return f"{reason}{why}", f"use --schedule {' or '.join(selector.schedules)}"
     if method.schedule in ("chunked", "online") and method.kv_store != "dense":
         return f"schedule {method.schedule} reads on in its cache, which is dense", "use --kv-store dense"
     if shares and not selector.budgeted:

@@ -116,7 +116,7 @@ class _PhasedPrefill(LayerMajorPrefill):
         self._few = few
         super().__init__(adapter, ids, settings)
         tail = self.tail or self._length
-        self.chunks, self.last_chunks = _unlike(self.chunks, tail), _unlike(self.last_chunks, tail)
+        self.chunks, self.last_chunks = _representative(self.chunks, tail), _representative(self.last_chunks, tail)
         self.left_out = LeftOut(few, settings, self._shared_out, self._places, meter.granularity)
         self.phases: list[dict[str, int]] = []
         self._meter = meter
@@ -166,7 +166,7 @@ class _PhasedPrefill(LayerMajorPrefill):
         return logits
 
 
-def _unlike(chunks: Sequence[tuple[int, int]], tail: int) -> list[tuple[int, int]]:
+def _representative(chunks: Sequence[tuple[int, int]], tail: int) -> list[tuple[int, int]]:
     """All from the last three before `tail`: the first makes the buffers, another is whole, the last is shorter."""
     before = [chunk for chunk in chunks if chunk[1] <= tail]
     return before[-3:] + list(chunks[len(before) :])

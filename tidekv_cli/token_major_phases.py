@@ -42,7 +42,7 @@ class PhasedTokenMajor(TokenMajorPrefill):
     ) -> None:
         self._few, self._meter = few, meter
         super().__init__(adapter, ids, settings)
-        self.chunks = unlike(self.chunks)
+        self.chunks = _representative(self.chunks)
         self._peaks: list[_Peak] = []
 
     def run(self) -> Prefilled:
@@ -115,6 +115,6 @@ class PhasedTokenMajor(TokenMajorPrefill):
             return meter.live[CACHE]
 
 
-def unlike(chunks: Sequence[Chunk]) -> list[Chunk]:
+def _representative(chunks: Sequence[Chunk]) -> list[Chunk]:
     """The first, which makes room, and the last three: one makes the shared buffer, one is whole, one is shorter."""
     return [*chunks[:1], *chunks[1:][-3:]]

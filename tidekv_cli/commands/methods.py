@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tidekv_cli.axes import POLICIES, SCHEDULES, STORES, Parameter, selector_infos
+from tidekv_cli.axes import POLICIES, SCHEDULES, STORES, Parameter, Part, PolicyInfo, selector_infos
 from tidekv_cli.environment import Environment
 from tidekv_cli.methods import METHODS
 
@@ -33,7 +33,7 @@ def methods(
             "methods": [_method(name) for name in METHODS],
             "schedules": SCHEDULES,
             **{
-                key: [_document(info.name, info.source, info.parameters) for info in axes[axis]]
+                key: [_document(info) for info in axes[axis]]
                 for key, axis in (("selectors", "selector"), ("budget_policies", "budget policy"), ("stores", "store"))
             },
             "notes": failures,
@@ -44,8 +44,8 @@ def methods(
     environment.write(plain_table(("method", "schedule", "selector", "policy", "store", "what it is"), points))
     environment.write("\n" + plain_table(("schedule", "what it does"), list(SCHEDULES.items())))
     for axis, infos in axes.items():
-        rows = [(info.name, info.source, _listed(info.parameters)) for info in infos]
-        environment.write("\n" + plain_table((axis, "source", "parameters of --set"), rows))
+        rows = [(info.name, info.source or info.purpose, _listed(info.parameters)) for info in infos]
+        environment.write("\n" + plain_table((axis, "source, or what it is", "parameters of --set"), rows))
     reporter = Reporter(environment)
     for failure in failures:
         reporter.warning(failure)
@@ -58,20 +58,19 @@ def _listed(parameters: Iterable[Parameter]) -> str:
 def _method(name: str) -> dict[str, Any]:
     method = METHODS[name]
     keys = ("schedule", "selector", "budget_policy", "kv_store")
-    source = dict.fromkeys(
-        info.source for info in (method.selector_info, method.policy_info, method.store_info) if "20" in info.source
-    )
+    infos = method.selector_info, method.policy_info, method.store_info
     return {
         "name": name,
         **dict(zip(keys, method.axes, strict=True)),
         "purpose": method.purpose,
-        "sources": list(source),
+        "sources": list(dict.fromkeys(info.source for info in infos if info.source)),
     }
 
 
-def _document(name: str, source: str, parameters: Iterable[Parameter]) -> dict[str, Any]:
+def _document(info: Part | PolicyInfo) -> dict[str, Any]:
     return {
-        "name": name,
-        "source": source,
-        "parameters": [{"name": p.name, "default": p.default, "meaning": p.meaning} for p in parameters],
+        "name": info.name,
+        "source": info.source or None,
+        "purpose": info.purpose or None,
+        "parameters": [{"name": p.name, "default": p.default, "meaning": p.meaning} for p in info.parameters],
     }

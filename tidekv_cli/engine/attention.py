@@ -36,6 +36,11 @@ class Rule:
 PLAIN = Rule()
 
 
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits as `Rule.softcap` bounds them; in place."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
 class Attention(Protocol):
     """A backend."""
 
@@ -131,9 +136,7 @@ def few_keys(
     """
     rows, length = queries.shape[2], keys.shape[2]
     grouped = queries.float().unflatten(1, (keys.shape[1], -1))  # [B, Hkv, G, n, D]
-    logits = grouped @ keys.float().transpose(2, 3)[:, :, None] * scale  # [B, Hkv, G, n, L]
-    if softcap is not None:
-        logits = logits.div_(softcap).tanh_().mul_(softcap)
+    logits = capped(grouped @ keys.float().transpose(2, 3)[:, :, None] * scale, softcap)  # [B, Hkv, G, n, L]
     if first_position < length - 1:
         logits.masked_fill_(~CAUSAL.seen(first_position, rows, length, keys.device), float("-inf"))
     lse = logits.logsumexp(-1)
@@ -153,9 +156,7 @@ class Eager:
         batch, heads, rows, size = queries.shape
         length = keys.shape[2]
         grouped = queries.float().reshape(batch, keys.shape[1], -1, size)  # [B, Hkv, G n, D]
-        logits = grouped @ keys.float().transpose(2, 3) * scale  # [B, Hkv, G n, L]
-        if rule.softcap is not None:
-            logits = logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
+        logits = capped(grouped @ keys.float().transpose(2, 3) * scale, rule.softcap)  # [B, Hkv, G n, L]
         hidden = ~rule.visible.seen(length - rows, rows, length, keys.device)  # [n, L]
         logits.view(batch, keys.shape[1], -1, rows, length).masked_fill_(hidden, float("-inf"))
         lse = logits.logsumexp(-1)

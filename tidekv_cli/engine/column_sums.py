@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tidekv_cli.engine.attention import capped
 from tidekv_cli.engine.ledger import SCORING, births_booked
 from tidekv_cli.engine.observation import Observation
 from tidekv_cli.engine.readback import is_fake
@@ -89,8 +90,6 @@ def _among_themselves(keys: Tensor, seen: Observation) -> Tensor:
     heads, rows, size = keys.shape
     assert seen.lse is not None
     queries = (seen.queries.float() * seen.scale).reshape(heads, -1, size)
-    logits = queries @ keys.float().transpose(1, 2)  # [Hkv, G n, n]
-    if seen.softcap is not None:
-        logits.div_(seen.softcap).tanh_().mul_(seen.softcap)
+    logits = capped(queries @ keys.float().transpose(1, 2), seen.softcap)  # [Hkv, G n, n]
     weights = logits.sub_(seen.lse.reshape(heads, -1, 1)).exp_().view(heads, -1, rows, rows)
     return weights.tril_().sum((1, 2))

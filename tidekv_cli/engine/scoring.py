@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidekv_cli.engine.attention import capped
 from tidekv_cli.engine.observation import Observation
 
 # Matrix kernels round differently in ragged last rows; whole tiles make a score independent of the block size.
@@ -109,7 +110,7 @@ def _logits(queries: Tensor, keys: Tensor, buffer: Tensor, softcap: float | None
     shape = keys.shape[0], keys.shape[1], queries.shape[2]
     out = buffer if buffer.shape == shape else buffer.view(-1)[: math.prod(shape)].view(shape)
     torch.bmm(keys, queries, out=out)
-    return out if softcap is None else out.div_(softcap).tanh_().mul_(softcap)
+    return capped(out, softcap)
 
 
 def pool_scores(blocks: Iterator[Tensor], kernel: int, pooling: Pooling) -> Iterator[Tensor]:

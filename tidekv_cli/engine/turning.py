@@ -61,14 +61,14 @@ class Turning:
             if far.shape[-1] % 2:
                 return False
             turned = self(far, torch.full((1,), _BY, device=far.device))
-            unrotated, difference = numbers(torch.stack((_unlike(far, near), _unlike(turned, near))), (1.0, 0.0))
-            if unrotated >= _ALIKE and not difference < _ALIKE:
+            moved, difference = numbers(torch.stack((_difference(far, near), _difference(turned, near))), (1.0, 0.0))
+            if moved >= _ALIKE and not difference < _ALIKE:
                 return False
-            self._turned.append(unrotated >= _ALIKE)
+            self._turned.append(moved >= _ALIKE)
         return True
 
 
-def _unlike(one: Tensor, other: Tensor) -> Tensor:
+def _difference(one: Tensor, other: Tensor) -> Tensor:
     """The greatest difference, as a share of the greatest number."""
     return (one.float() - other.float()).abs().max() / other.float().abs().max()
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tidekv_cli.engine.budgets import BudgetPolicy, LayerBudgets, Layers
+from tidekv_cli.engine.budgets import LayerBudgets, Layers
 from tidekv_cli.engine.scoring import ranks
 from tidekv_cli.engine.selectors import LayerView, Selection, Selector
 
@@ -51,8 +51,3 @@ class EvenHeads:
         assert selection.scores is not None
         rows = ranks(selection.scores).topk(budget, dim=1, sorted=False).indices.sort(dim=1).values
         return Selection(rows, selection.scores.gather(1, rows))
-
-
-def uniform(budget: int) -> BudgetPolicy:
-    """`budget` rows for every head of every layer."""
-    return BudgetPolicy(budget, EvenLayers(), EvenHeads())

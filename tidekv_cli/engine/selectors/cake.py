@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tidekv_cli.engine.scoring import pool_scores, window_scores
 from tidekv_cli.engine.selectors import LayerView, Ranking, Selector
+from tidekv_cli.engine.selectors.parameters import check_pool_kernel, check_window
 from tidekv_cli.errors import UsageError
 
-_WIDEST_POOL = 1023
 _MOST_GAMMA = 1e9
 
 
@@ -29,14 +29,10 @@ class CakeScore(Selector):
     pool_kernel: int = 5
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise UsageError(f"window={self.window} is impossible", "use 1 or more")
+        check_window(self.window)
+        check_pool_kernel(self.pool_kernel)
         if not 0.0 <= self.gamma <= _MOST_GAMMA:
             raise UsageError(f"gamma={self.gamma} is impossible", f"use a number from 0 to {_MOST_GAMMA:g}")
-        if not 1 <= self.pool_kernel <= _WIDEST_POOL or self.pool_kernel % 2 == 0:
-            raise UsageError(
-                f"pool_kernel={self.pool_kernel} is impossible", f"use an odd number from 1 to {_WIDEST_POOL}"
-            )
 
     @property
     def mandatory_tokens(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tidekv_cli.engine.scoring import window_scores
 from tidekv_cli.engine.selectors import LayerView, Ranking, Selector
+from tidekv_cli.engine.selectors.parameters import check_window
 from tidekv_cli.errors import UsageError
 
 _LONGEST_RUN = 1024
@@ -28,8 +29,7 @@ class ChunkKV(Selector):
     run: int = 20
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise UsageError(f"window={self.window} is impossible", "use 1 or more")
+        check_window(self.window)
         if not 1 <= self.run <= _LONGEST_RUN:
             raise UsageError(f"run={self.run} is impossible", f"use a number from 1 to {_LONGEST_RUN}")
 

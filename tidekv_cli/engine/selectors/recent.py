@@ -1,4 +1,4 @@
-"""Recent and StreamingLLM: what stays is decided by position alone."""
+"""Recent: what stays is decided by position alone."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from dataclasses import dataclass
 import torch
 
 from tidekv_cli.engine.selectors import LayerView, Selection, Selector, shared_by_heads, span
-from tidekv_cli.errors import UsageError
+from tidekv_cli.engine.selectors.parameters import check_sinks
 
 
 @dataclass(frozen=True, slots=True)
 class Recent(Selector):
-    """The first `sinks` tokens and the most recent budget-sinks ones, at their own positions.
-
-    Source: Xiao et al., StreamingLLM (2024), with sinks=4; sinks=0 is the plain sliding control.
-    """
+    """The first `sinks` tokens and the most recent budget-sinks ones, at their own positions: the sliding control."""
 
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise UsageError(f"sinks={self.sinks} is impossible", "use 0 or more")
+        check_sinks(self.sinks)
 
     @property
     def mandatory_tokens(self) -> int:

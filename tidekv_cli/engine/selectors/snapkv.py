@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from tidekv_cli.engine.scoring import Pooling, pool_scores, window_scores
 from tidekv_cli.engine.selectors import LayerView, Ranking, Selector, without_first
+from tidekv_cli.engine.selectors.parameters import check_pool_kernel, check_sinks, check_window
 from tidekv_cli.errors import UsageError
-
-_WIDEST_POOL = 1023
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +24,11 @@ class SnapKV(Selector):
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        if self.window < 1 or self.sinks < 0:
-            raise UsageError(
-                f"window={self.window}, sinks={self.sinks} is impossible",
-                "window is at least 1, sinks at least 0",
-            )
+        check_window(self.window)
+        check_sinks(self.sinks)
+        check_pool_kernel(self.pool_kernel)
         if self.pool not in ("avg", "max"):
             raise UsageError(f"pool={self.pool} is not known", "use pool=avg or pool=max")
-        if not 1 <= self.pool_kernel <= _WIDEST_POOL or self.pool_kernel % 2 == 0:
-            raise UsageError(
-                f"pool_kernel={self.pool_kernel} is impossible", f"use an odd number from 1 to {_WIDEST_POOL}"
-            )
 
     @property
     def mandatory_tokens(self) -> int:

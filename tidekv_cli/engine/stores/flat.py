@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tidekv_cli.engine.attention import Attention, Rule
+from tidekv_cli.engine.attention import Attention, Rule, capped
 from tidekv_cli.engine.ledger import CACHE, book
 from tidekv_cli.engine.selectors import Selection
 from tidekv_cli.engine.stores import MakeStore, Store
@@ -140,9 +140,7 @@ class _Rows:
     def _loose_logits(self, grouped: Tensor, scale: float, softcap: float | None) -> Tensor:
         """[Hkv, G n, loose rows] of queries [Hkv, G n, D], those of other heads' rows among them."""
         logits = grouped.flatten(0, 1).float() @ self._keys[self._split :].float().t() * scale
-        if softcap is not None:
-            logits = logits.div_(softcap).tanh_().mul_(softcap)
-        return logits.view(*grouped.shape[:2], -1)
+        return capped(logits, softcap).view(*grouped.shape[:2], -1)
 
     def _spans(self) -> list[tuple[slice, slice]]:
         """Of each head, the rows in pieces and the loose ones."""
