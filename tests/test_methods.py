@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from typing import Any
 
 import pytest
@@ -187,3 +188,18 @@ def test_a_target_that_is_not_there() -> None:
     for target in ("nowhere.mod:X", "tidekv_cli.axes:Nothing", "nowhere"):
         with pytest.raises(UsageError, match="cannot be had from"):
             Part("x", target, "").build({})
+
+
+def test_no_two_axes_have_a_parameter_of_one_name() -> None:
+    """`--set` names a parameter, not its axis."""
+    axes = [
+        {parameter.name for part in axis.values() for parameter in part.parameters}
+        for axis in (SELECTORS, POLICIES, STORES)
+    ]
+    assert sum(map(len, axes)) == len(set.union(*axes))
+
+
+def test_what_is_from_no_paper_says_what_it_is() -> None:
+    for part in (*SELECTORS.values(), *POLICIES.values(), *STORES.values()):
+        assert part.source or part.purpose, part.name
+        assert not part.source or re.search(r"20\d\d$", part.source), part.source

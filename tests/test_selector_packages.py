@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,11 +26,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def offer(place: Path, name: str, target: str) -> None:
-    """A distribution that offers a selector."""
-    about = place / f"{name}-1.0.dist-info"
+def offer(place: Path, name: str, target: str, package: str | None = None) -> None:
+    """A distribution that offers a selector; called as the selector is, unless given."""
+    package = package or name
+    about = place / f"{package}-1.0.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n", encoding="utf-8")
     (about / "entry_points.txt").write_text(f"[tidekv.selectors]\n{name} = {target}\n", encoding="utf-8")
 
 
@@ -79,3 +81,80 @@ def test_packages_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(selector_infos()[1]) == 4
     listed = run_cli("methods")
     assert listed.code == 0 and listed.err.count("warning: selector ") == 4
+
+
+@pytest.mark.parametrize(
+    ("saying", "words"),
+    [
+        ("parameters=(Parameter('soft', True, 'x'),)", "default True is none of"),
+        ("parameters=(Parameter('bits', 4, 'x'),)", "parameter bits, which is another's"),
+        ("parameters=(Parameter('a', 4, 'x'), Parameter('a', 5, 'x'))", "parameter a, which is another's"),
+        ("parameters=({'name': 'a'},)", "AttributeError"),
+        ("scores='heads'", "scores 'heads', which is none of"),
+        ("schedules=('tide', 'sideways')", "'sideways'"),
+        ("schedules=()", "schedules ()"),
+    ],
+)
+def test_what_a_package_says_of_its_selector_is_checked(
+    saying: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"odd{abs(hash(saying))}"  # modules stay imported
+    head = "from tidekv_cli.axes import Parameter, SelectorInfo\n"
+    (tmp_path / f"{name}.py").write_text(f"{head}X = SelectorInfo('{name}', 'a:B', {saying})\n", encoding="utf-8")
+    offer(tmp_path, name, f"{name}:X")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match=re.escape(words)) as caught:
+        selector_info(name)
+    assert name in caught.value.message
+    run_cli("run", "x.txt", "--selector", name).assert_error(2, name)
+    assert run_cli("methods").err.count("warning: ") == 1
+
+
+def test_two_packages_that_offer_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(tmp_path, "twice", "first:X", "first")
+    offer(tmp_path, "twice", "second:X", "second")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match="name of another"):
+        selector_info("twice")
+    assert selector_names().count("twice") == 1
+    assert "twice" not in run_cli("methods").out
+
+
+CODE = """
+import torch
+from dataclasses import dataclass
+from tidekv_cli.axes import SelectorInfo
+from tidekv_cli.engine.selectors import Ranking, Selection, Selector
+
+class Greedy(Selector):
+    def rank(self, view, budget):
+        return Ranking(30, 40, iter([torch.zeros(view.keys.shape[0], 10)]))
+
+class Miscounting(Selector):
+    def select(self, view, budget):
+        return Selection(torch.arange(budget - 1).expand(view.keys.shape[0], -1))
+
+greedy = SelectorInfo("greedy", "unruly:Greedy", scores="head")
+miscounting = SelectorInfo("miscounting", "unruly:Miscounting")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "words"),
+    [
+        ("greedy", "uniform", "always keeps"),
+        ("greedy", "ada", "always keeps"),
+        ("miscounting", "uniform", "keeps 39 rows a head, and the budget is 40"),
+    ],
+)
+def test_selectors_that_keep_other_than_they_were_told_to(
+    name: str, policy: str, words: str, tiny_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unruly.py").write_text(CODE, encoding="utf-8")
+    offer(tmp_path, name, f"unruly:{name}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "doc.txt").write_text("The tide turns twice a day. " * 12, encoding="utf-8")
+    run = ("run", str(tmp_path / "doc.txt"), "-m", tiny_directory, "--raw", "-n", "4", "--budget", "40")
+    for more in ((), ("--dry-run",)):
+        result = run_cli(*run, "--selector", name, "--budget-policy", policy, "--kv-store", "flat", *more)
+        result.assert_error(2, words)

@@ -288,7 +288,7 @@ class LayerMajorPrefill:
         if visible.function is not None or self._length <= self._settings.selector.mandatory_tokens:
             return shared_by_heads(span(0, self._length, keys), keys.shape[0])
         view = LayerView(keys, observation, self._score_block)
-        return self._settings.policy.heads.select(self._settings.selector, view, budget)
+        return self._settings.policy.select(self._settings.selector, view, budget)
 
 
 def places_of(visibles: Sequence[Visible], longest: int) -> list[int | None]:

@@ -97,7 +97,7 @@ class ReadingKV:
         began = time.perf_counter()
         with births_booked(SCORING):
             view = LayerView(keys, observation, settings.score_block)
-            selection = settings.policy.heads.select(settings.selector, view, self.budget)
+            selection = settings.policy.select(settings.selector, view, self.budget)
         self.scoring_s += time.perf_counter() - began
         return selection
 

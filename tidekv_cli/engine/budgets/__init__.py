@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tidekv_cli.engine.selectors import LayerView, Selection, Selector
+from tidekv_cli.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +84,14 @@ class BudgetPolicy:
     budget: int
     layers: LayerPolicy
     heads: HeadPolicy
+
+    def select(self, selector: Selector, view: LayerView, budget: int) -> Selection:
+        """As `HeadPolicy.select`. Raises `UsageError` for a selector that keeps more or less than it was told to."""
+        selection, (heads, _, _) = self.heads.select(selector, view, budget), view.keys.shape
+        if selection.indices.numel() != heads * budget:
+            kept = selection.indices.numel() / heads
+            raise UsageError(
+                f"selector {type(selector).__name__} keeps {kept:g} rows a head, and the budget is {budget}",
+                "repair or remove the package that offers it",
+            )
+        return selection

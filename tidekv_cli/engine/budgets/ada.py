@@ -37,18 +37,19 @@ class AdaHeads:
         """See `HeadPolicy.select`."""
         ranking = selector.rank(view, budget)
         heads, length, _ = view.keys.shape
-        always = length - (ranking.stop - ranking.first)
-        if budget == always:
+        chosen = ranking.chosen(length, budget)
+        if chosen == 0:
             return selector.select(view, budget)
+        always = budget - chosen
         first, last = span(0, ranking.first, view.keys), span(ranking.stop, length, view.keys)
         scores = finite(torch.cat(list(ranking.blocks), 1)).expand(heads, -1)
-        counts = self._counts(scores, [scores.shape[1]] * heads, budget - always)
+        counts = self._counts(scores, [scores.shape[1]] * heads, chosen)
         mark = scores.new_full((1,), float("inf"))
         rows, kept = [], []
         for head, count in zip(scores.unbind(), counts, strict=True):
-            chosen = _best(head, count)
-            rows += [first, chosen + ranking.first, last]
-            kept += [mark.expand(len(first)), head[chosen], mark.expand(len(last))]
+            best = _best(head, count)
+            rows += [first, best + ranking.first, last]
+            kept += [mark.expand(len(first)), head[best], mark.expand(len(last))]
         return Selection(torch.cat(rows), torch.cat(kept), tuple(count + always for count in counts))
 
     def trim(self, selection: Selection, budget: int, mandatory: int) -> Selection:

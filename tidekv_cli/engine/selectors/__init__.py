@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tidekv_cli.engine.observation import Observation, Observer, WindowObserver
 from tidekv_cli.engine.scoring import StreamingTopK
+from tidekv_cli.errors import UsageError
 
 _BLOCKS_HELD = 2
 
@@ -63,6 +64,19 @@ class Ranking:
     stop: int
     blocks: Iterator[Tensor]
 
+    def chosen(self, length: int, budget: int) -> int:
+        """How many of the ranked rows stay where `budget` of `length` rows do.
+
+        Raises `UsageError` where more rows than that always stay, which no selector may ask for.
+        """
+        always = length - (self.stop - self.first)
+        if not always <= budget:
+            raise UsageError(
+                f"the selector always keeps {always} rows of {length}, and the budget is {budget}",
+                "use a larger --budget; its mandatory_tokens should say so",
+            )
+        return budget - always
+
 
 @dataclass(frozen=True, slots=True)
 class Rolling:
@@ -113,7 +127,7 @@ def best(ranking: Ranking, view: LayerView, budget: int) -> Selection:
     heads, length, _ = view.keys.shape
     first = span(0, ranking.first, view.keys).expand(heads, -1)
     last = span(ranking.stop, length, view.keys).expand(heads, -1)
-    count = budget - first.shape[1] - last.shape[1]
+    count = ranking.chosen(length, budget)
     if count == 0:
         return Selection(torch.cat((first, last), 1))
     top = StreamingTopK(count, ranking.stop - ranking.first, _BLOCKS_HELD * view.score_block, first=ranking.first)
