@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,16 @@ from tests.cli_runner import run_cli
 from tests.conftest import ROOT
 from tests.planning import method, plan_settings, uniform
 from tests.references import CutCache, cache_keyword, logits_after, storage_bytes
-from tidekv_cli.architectures import OLDEST, REFUSED, SINCE, SUPPORTED, release_needed
+from tidekv_cli.architectures import OLDEST, REFUSED, SINCE, SUPPORTED, check_slots, release_needed
 from tidekv_cli.assembly import engine_settings
+from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.backends import attention_backend
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.sampling import SamplingSettings
 from tidekv_cli.engine.selectors.snapkv import SnapKV
 from tidekv_cli.engine.session import Session
+from tidekv_cli.engine.turning import Turning
 from tidekv_cli.errors import ModelError
 from tidekv_cli.memory_model import MemoryModel
 from tidekv_cli.model_spec import has_experts, spec_from_config
@@ -79,6 +82,33 @@ def test_equals_the_plain_model(kind: str) -> None:
         error = ((prompt.logits - logits).abs().max() / logits.abs().max()).item()
         assert error < 1e-5
         assert list(session.generate(prompt, SamplingSettings(), NEW)) == tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HERE)
+def test_places_as_positions_are_refused_before_weights_are_there(kind: str) -> None:
+    """By name or by the simulation, exactly where the model itself would refuse them."""
+    model = tiny_architecture(kind)
+    config = {**model.config.to_dict(), "architectures": [SUPPORTED[kind]]}
+    case = plan_settings(
+        config,
+        method=method("online", "streaming"),
+        axis_settings={"sinks": 4, "positions": "slot"},
+        dtype="float32",
+        budget_tokens=40,
+        device_kind="cpu",
+    )
+    planned = refuses(lambda: check_slots(config)) or refuses(lambda: simulate(case, 60))
+    assert planned == refuses(lambda: Turning(ModelAdapter(model)))
+
+
+def refuses(step: Callable[[], Any]) -> bool:
+    try:
+        step()
+    except ModelError as error:
+        assert "positions=slot" in error.message and error.hint == "use positions=absolute"
+        return True
+    return False
 
 
 @torch.no_grad()

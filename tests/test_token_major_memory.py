@@ -126,9 +126,9 @@ def test_what_is_lowered_to_fit(tmp_path: Path) -> None:
 
 
 def test_what_is_offered_instead() -> None:
-    """Another schedule only where it ends with the same cache."""
+    """Another schedule, or another chunk, only where it ends with the same cache."""
     chunked = plan_settings(llama_8b(), method=method("chunked", "all"), budget_tokens=None)
     online = plan_settings(llama_8b(), method=method("online"))
     assert raising_flags(chunked) == ["--schedule tide", "--chunk-size 256"]
-    assert raising_flags(online) == ["--chunk-size 256", "--budget 256"]
+    assert raising_flags(online) == ["--budget 256"]
     assert raising_flags(replace(online, method=method("oneshot"))) == ["--schedule tide", "--budget 256"]

@@ -5,6 +5,11 @@ Knows nothing of how.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tidekv_cli.errors import ModelError
+
 # The class that a config names under `architectures`.
 SUPPORTED: dict[str, str] = {
     "afmoe": "AfmoeForCausalLM",
@@ -189,6 +194,48 @@ REFUSED: dict[str, str] = {
     "gemma3n_text": _UNLIKE,
     "hrm_text": _UNLIKE,
 }
+
+
+MOVING_ROTATIONS = ("dynamic", "longrope", "su")  # types that depend on the longest position
+# Their keys are rotated otherwise than in halves, so places in the cache cannot count as positions.
+OTHER_ROTATIONS = frozenset(
+    (
+        "cohere",
+        "cohere2",
+        "cohere2_moe",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "glm",
+        "glm4",
+        "gpt_oss",
+        "helium",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "nanochat",
+    )
+)
+
+
+def check_slots(config: Mapping[str, Any]) -> None:
+    """Raises `ModelError` for a config whose rotations cannot be turned back to places in the cache.
+
+    Of others the built model may tell: see `engine/turning.py`.
+    """
+    kind = str(config.get("model_type"))
+    moving = [name for key in ("rope_parameters", "rope_scaling") for name in _rotations(config.get(key))]
+    if kind in OTHER_ROTATIONS or any(name in MOVING_ROTATIONS for name in moving):
+        raise ModelError(
+            f"this model of type {kind} does not rotate its keys in the one way that positions=slot can turn",
+            "use positions=absolute",
+        )
+
+
+def _rotations(found: Any) -> Iterator[str]:
+    """Types of rotation that are named there, of which there may be one a type of layer."""
+    if isinstance(found, Mapping):
+        yield str(found.get("rope_type", found.get("type")))
+        for inner in found.values():
+            yield from _rotations(inner)
 
 
 def release_needed(kind: str, installed: str) -> str | None:

@@ -68,7 +68,7 @@ def converted(parameter: Parameter, value: Any) -> Value:
     except ValueError as error:
         raise UsageError(f"{parameter.name}={value} is no {_KIND_NAMES[kind]}", f"it is {parameter.meaning}") from error
     if isinstance(found, int) and abs(found) > _MOST:
-        raise UsageError(f"{parameter.name}={found} is impossible", f"it is {parameter.meaning}: at most {_MOST}")
+        raise UsageError(f"{parameter.name}={found} is impossible", f"it is {parameter.meaning}")
     return found
 
 
@@ -134,7 +134,7 @@ SELECTORS = {
             (
                 _WINDOW,
                 Parameter("pool", "max", "avg or max"),
-                Parameter("pool_kernel", 7, "keys pooled together, odd"),
+                Parameter("pool_kernel", 7, "keys pooled together, odd, at most 1023"),
                 _SINKS,
             ),
             scores="head",
@@ -180,7 +180,7 @@ SELECTORS = {
             (
                 _WINDOW,
                 Parameter("gamma", 200.0, "weight of the variance over the window"),
-                Parameter("pool_kernel", 5, "keys pooled together, odd"),
+                Parameter("pool_kernel", 5, "keys pooled together, odd, at most 1023"),
             ),
             scores="head",
             windowed=True,

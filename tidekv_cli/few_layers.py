@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tidekv_cli.architectures import MOVING_ROTATIONS
 from tidekv_cli.engine.adapter import find_layers
 from tidekv_cli.errors import ModelError, damage_named
 
@@ -26,7 +27,7 @@ _FAULT_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # what torch sa
 _ANY_WINDOW = 1 << 20  # changes no size
 _ROTATIONS = ("rope_parameters", "rope_scaling")
 _PLAIN_ROTATIONS = ("default", "linear", "llama3", "yarn")
-_OTHER_ROTATIONS = ("dynamic", "longrope", "su", "proportional")
+_OTHER_ROTATIONS = (*MOVING_ROTATIONS, "proportional")
 
 
 @dataclass(frozen=True, slots=True)

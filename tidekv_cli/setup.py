@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tidekv_cli import machine
+from tidekv_cli.architectures import check_slots
 from tidekv_cli.attention_choice import ChosenAttention, choose_attention
 from tidekv_cli.device import Device, detect_device, detect_devices
 from tidekv_cli.errors import DeviceError, UsageError
@@ -87,6 +88,8 @@ class Setup:
         """As chosen, before anything is lowered to make it fit."""
         choice = self.choice
         selector = choice.method.selector_info.build(choice.axis_settings)
+        if selector.rolling is not None and selector.rolling.slots:
+            check_slots(config)
         return PlanSettings(
             spec=spec,
             method=choice.method,

@@ -27,7 +27,8 @@ class Turning:
         ]
         self._rotary = found[0] if len(found) == 1 else None
         self._turned: list[bool] = []
-        if self._rotary is None or adapter.rotation_moves or not self._understands(adapter):
+        simple = self._rotary is not None and not adapter.rotation_moves and _makes_tables(self._rotary)
+        if not simple or not self._understands(adapter):
             raise ModelError(
                 f"{type(adapter.model).__name__} does not rotate its keys in the one way that positions=slot can turn",
                 "use positions=absolute",
@@ -46,7 +47,7 @@ class Turning:
     def _tables(self, rotary: nn.Module, like: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [n, D] in float32, without the factor that some types of rotation put on both."""
         positions = torch.cat((by, by.new_zeros(1)))[None]
-        cos, sin = rotary(like.float(), positions)
+        cos, sin = rotary(like.float(), positions)  # see `_makes_tables`
         factor = cos[0, -1:]  # the cosine of 0
         return cos[0, :-1] / factor, sin[0, :-1] / factor
 
@@ -66,6 +67,13 @@ class Turning:
                 return False
             self._turned.append(moved >= _ALIKE)
         return True
+
+
+def _makes_tables(rotary: nn.Module) -> bool:
+    """Whether it makes cosines and sines of positions, of the same number each, and of nothing else."""
+    positions = torch.zeros(1, 1, dtype=torch.long, device=next(rotary.buffers()).device)
+    made = rotary(positions.float()[..., None], positions)
+    return isinstance(made, tuple) and len(made) == 2 and all(isinstance(table, Tensor) for table in made)
 
 
 def _difference(one: Tensor, other: Tensor) -> Tensor:
