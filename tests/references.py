@@ -104,10 +104,10 @@ def heads_that_differ(first: Recorder, second: Recorder, kernel: int = 7, poolin
 
 
 @torch.no_grad()
-def plain_logits(model: Any, ids: Sequence[int]) -> Tensor:
-    """Next-token logits [V] of the plain model with torch's sdpa."""
+def plain_logits(model: Any, ids: Sequence[int], attention: str = "sdpa") -> Tensor:
+    """Next-token logits [V] of the plain model, by default with torch's sdpa."""
     own = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(attention)
     try:
         return model(input_ids=torch.tensor([list(ids)]), logits_to_keep=1).logits[0, -1]
     finally:
@@ -131,10 +131,10 @@ def plain_scores(model: Any, ids: Sequence[int], window: int, kernel: int, pooli
 
 
 @torch.no_grad()
-def plain_greedy(model: Any, ids: Sequence[int], count: int) -> list[int]:
+def plain_greedy(model: Any, ids: Sequence[int], count: int, attention: str = "sdpa") -> list[int]:
     """Greedy tokens of the plain model, with its own growing cache."""
     own = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(attention)
     try:
         cache = DynamicCache(config=model.config)
         keyword = cache_keyword(model)
