@@ -95,7 +95,14 @@ class Subject:
         object.__setattr__(self, "session", Session(self.model, frozenset()))
 
     def prefilled(
-        self, method: Method, ids: Sequence[int], budget: int, chunk: int = 32, block: int = 64, **values: int
+        self,
+        method: Method,
+        ids: Sequence[int],
+        budget: int,
+        chunk: int = 32,
+        block: int = 64,
+        attention: str = "sdpa",
+        **values: int,
     ) -> Scored:
         """A prompt under `method`, with those of `values` that are parameters of it."""
         names = {parameter.name for parameter in method.parameters}
@@ -109,8 +116,9 @@ class Subject:
             budget_tokens=budget if method.selector_info.budgeted else None,
             max_new_tokens=NEW,
             record_kept=True,
+            attention=attention,
         )
-        settings = engine_settings(case, len(ids), attention_backend("sdpa", "cpu"))
+        settings = engine_settings(case, len(ids), attention_backend(attention, "cpu"))
         watched = Watched(settings.selector)
         if method.selector_info.scores != "none":
             settings = replace(settings, selector=watched)

@@ -1,4 +1,4 @@
-"""The README's commands run, and its tables say what the program does."""
+"""The commands of the README and of docs/methods.md run, and their tables say what the program does."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from transformers import LlamaConfig
 from tests.cli_runner import run_cli
 from tests.conftest import ROOT
 from tidekv_cli.errors import ExitCode
+from tidekv_cli.methods import METHODS, choose
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+PAGE = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```sh\n(.*?)```", README + PAGE, re.DOTALL)
 COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if "tidekv run" in line]
 
 
@@ -57,6 +59,32 @@ def test_other_commands_run(command: str, embedded_path: Path) -> None:
     words = [word for word in shlex.split(command)[1:] if word != "--verify"]  # tests/test_cli_probe.py runs that
     result = run_cli(*words)
     assert result.code == 0 and result.out, result.err
+
+
+def test_every_method_is_in_the_table_of_what_was_measured() -> None:
+    table = PAGE.partition("<!-- measured by benchmarks/methods.py -->")[2].partition("<!-- end -->")[0]
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| (.*) \|$", table, re.MULTILINE)
+    assert [name for name, _ in rows] == list(METHODS)
+    for name, row in rows:
+        axes, *figures = row.split(" | ")
+        assert axes == " × ".join(METHODS[name].axes)
+        assert len(figures) == 3 and all(float(figure) > 0 for figure in figures)
+
+
+def test_every_system_has_a_row_whose_flags_can_be() -> None:
+    rows = re.findall(r"^\| (.+?) \| (works|planned|out of scope) \| (.+) \|$", PAGE, re.MULTILINE)
+    assert len(rows) > 25
+    reached = set()
+    for system, state, how in rows:
+        flags = [shlex.split(found) for found in re.findall(r"`(--method [^`]*)`", how)]
+        assert bool(flags) == (state == "works"), system
+        for words in flags:
+            given = dict(zip(words[::2], words[1::2], strict=True))
+            method = choose(given["--method"], None, None, None, given.get("--kv-store"))
+            key, _, value = given.get("--set", "").partition("=")
+            method.settings({key: value} if key else {})
+            reached.add(method.name)
+    assert {name for name in METHODS if not name.startswith("tidekv-")} <= reached | {"streaming"}
 
 
 def test_exit_codes_are_listed() -> None:
