@@ -12,7 +12,7 @@ PYTEST := pytest -n $(JOBS) --dist worksteal
 
 OLDEST ?= .venv-oldest
 
-.PHONY: demo test test-slow test-oldest check format bench pictures clean
+.PHONY: demo test test-slow test-long test-oldest check format bench pictures clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,9 @@ test: $(VENV)/.installed
 
 test-slow: $(VENV)/.installed
 	$(BIN)/$(PYTEST) -m "slow and not gpu"
+
+test-long: $(VENV)/.installed
+	$(BIN)/$(PYTEST) -m "long and not gpu"
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)

@@ -117,7 +117,7 @@ def of_a_model(rounds: int, tokens: int, budget: int) -> None:
     }
 
     def step(prompt: Prefilled) -> Callable[[], object]:
-        return lambda: next_logits(session.adapter, prompt, 1, prompt.length + prompt.cache[0].length - budget)
+        return lambda: next_logits(session.adapter, prompt, [1])
 
     steps = {}
     for name, (store, heads) in sides.items():

@@ -22,10 +22,11 @@ ROOT = Path(__file__).parent.parent
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests for a GPU are not run where there is none."""
-    if torch.cuda.is_available():
-        return
-    absent = [item for item in items if item.get_closest_marker("gpu")]
+    """Tests for a GPU are not run where there is none, and long ones only where `-m` names them."""
+    left_out = set() if torch.cuda.is_available() else {"gpu"}
+    if "long" not in config.option.markexpr:
+        left_out.add("long")
+    absent = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
     config.hook.pytest_deselected(items=absent)
     items[:] = [item for item in items if item not in absent]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from tidekv_cli.catalog import shape_of
 from tidekv_cli.engine.budgets import BudgetPolicy
@@ -58,3 +60,11 @@ def plan_settings(config: Mapping[str, Any] | None = None, **changes: Any) -> Pl
         device_kind="cuda",
     )
     return replace(base, **changes)
+
+
+def marked(seeds: Iterable[int], slow: int) -> list[Any]:
+    """Parameters of tests: the first so many are `slow`, the others `long`."""
+    return [
+        pytest.param(seed, marks=pytest.mark.slow if number < slow else pytest.mark.long)
+        for number, seed in enumerate(seeds)
+    ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.architectures import tiny_config
-from tests.planning import llama_8b, method, plan_settings
+from tests.planning import llama_8b, marked, method, plan_settings
 from tidekv_cli.memory_model import MemoryModel
 from tidekv_cli.plan_settings import PlanSettings
 
@@ -82,12 +82,18 @@ def drawn(draw: random.Random) -> PlanSettings:
 
 
 def check(settings: PlanSettings, length: int) -> None:
-    """Never below the simulation, and at most 1 % of the transient part above it."""
+    """Never below the simulation, and at most 1 % of the transient part above it.
+
+    On a card, where all of the cache grows with the prompt, beside it the rounding to blocks: of each tensor of the
+    cache up to two, for lines are rounded up too, and of 16 others.
+    """
     model = MemoryModel(settings, None)
     predicted, simulated = model.peak(length), model.simulated(length)
     above = sum(predicted.values()) - sum(simulated.values())
     transient = sum(simulated.values()) - simulated["cache"] - simulated["weights"]
-    assert 0 <= above <= transient / 100, (settings, length, predicted, simulated)
+    grows = settings.device_kind == "cuda" and settings.budget_tokens is None
+    blocks = 512 * (2 * 2 * settings.spec.layers + 16) if grows else 0
+    assert 0 <= above <= transient / 100 + blocks, (settings, length, predicted, simulated)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 5, 6, 7])
@@ -96,8 +102,7 @@ def test_lines_agree_with_simulation(seed: int) -> None:
     check(drawn(draw), draw.randrange(1, 20_000))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 152))
+@pytest.mark.parametrize("seed", marked(range(100, 152), 20))
 def test_lines_agree_with_simulation_everywhere(seed: int) -> None:
     """Four lengths of each: before the lines, just on them, and anywhere."""
     draw = random.Random(seed)

@@ -21,6 +21,8 @@ from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.simulate import simulate
 
 CAKE = [name for name, method in METHODS.items() if method.policy_info.layers.name == "cake"]
+# In what they allocate; every other method is like one of them.
+UNLIKE = ("tidekv-snapkv", "tidekv-adakv", "tidekv-cake", "tidekv-h2o", "kivi", "block-snapkv", "streaming-llm")
 SMALL = {"window": 8, "group": 16, "residual": 32}
 
 
@@ -77,8 +79,10 @@ def test_it_takes_what_is_simulated(name: str, kept: bool) -> None:
         assert held + marks == pytest.approx(phases[-1]["cache"], rel=0.02)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in UNLIKE else pytest.mark.long) for name in METHODS],
+)
 def test_lines_agree_with_simulation(name: str) -> None:
     config = tiny_causal_model(num_hidden_layers=6, vocab_size=128, max_position_embeddings=4096).config.to_dict() | {
         "architectures": ["LlamaForCausalLM"]

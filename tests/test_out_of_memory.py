@@ -90,7 +90,7 @@ def same(found: Prefilled, expected: Prefilled) -> bool:
 
 
 @pytest.mark.parametrize("schedule", ["tide", "oneshot"])
-@pytest.mark.parametrize("step", [12, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [12, pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
 def test_memory_that_runs_out_at_every_site(tiny_model: Callable[..., Any], schedule: str, step: int) -> None:
     """At each site in the first, a middle and the last layer: an answer or an error, then a right answer."""
     session, ids = Session(tiny_model(num_hidden_layers=3), frozenset()), prompt_ids()[:544]  # a chunk and the window

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.planning import GIB, llama_8b, method, plan_settings
+from tests.planning import GIB, llama_8b, marked, method, plan_settings
 from tests.test_fitting import fitter
 from tests.test_memory_model import check, drawn
 from tests.test_out_of_memory import BUDGET, SAYINGS, FailAt, prompt_ids, same
@@ -29,7 +29,7 @@ def _short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["chunked", "online"])
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 120))])
+@pytest.mark.parametrize("seed", [1, *marked(range(100, 120), 5)])
 def test_lines_agree_with_simulation(schedule: str, seed: int) -> None:
     """Before the lines, just on them, and anywhere."""
     draw = random.Random(seed)
@@ -52,18 +52,20 @@ def test_what_a_token_of_the_prompt_takes() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["chunked", "online"])
-@pytest.mark.parametrize("step", [35, pytest.param(1, marks=pytest.mark.slow)])
-def test_memory_that_runs_out_at_every_operation(tiny_model: Callable[..., Any], schedule: str, step: int) -> None:
-    """An answer in `chunked`, an error in `online`; then a right answer."""
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.long)])
+def test_memory_that_runs_out_at_every_site(tiny_model: Callable[..., Any], schedule: str, step: int) -> None:
+    """In the first chunk and in a later one. An answer in `chunked`, an error in `online`; then a right answer."""
     session, ids = Session(tiny_model(num_hidden_layers=3), frozenset()), prompt_ids()[:544]
     session.adapter.visibles()
     case = out_of_memory_settings(schedule)
     untouched = FailAt(0, MemoryError())
     with untouched:
         expected, _ = session.prefill(ids, case)
-    total = len(untouched.sites)
+    half = len(untouched.sites) // 2
+    first = {(number > half, *site): number for number, site in reversed(list(enumerate(untouched.sites, 1)))}
+    assert len(first) > 80
     answers = tried = 0
-    for number in range(1, total + 1, step):
+    for number in sorted(first.values())[::step]:
         found, tried = None, tried + 1
         try:
             with FailAt(number, SAYINGS[number % len(SAYINGS)]):
