@@ -25,6 +25,7 @@ def test_it_runs_on_a_cpu_and_misses_nothing(tmp_path: Path) -> None:
     assert [row["ran"] for row in found["plan"]] == [True, True] and len(found["speed"]) == 2
 
 
+@pytest.mark.slow
 def test_shapes_for_a_gpu_are_not_tried_on_a_cpu() -> None:
     done = subprocess.run([sys.executable, str(BENCHMARK), "--device", "cpu"], capture_output=True, text=True)
     assert done.returncode == 2 and "--small" in done.stderr and "Traceback" not in done.stderr

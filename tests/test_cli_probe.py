@@ -150,6 +150,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "code"),
     [
@@ -216,6 +217,7 @@ def test_full_auto_and_other_methods(plans: dict[str, str]) -> None:
     assert peaks["auto"] < peaks["snapkv"] < min(peaks["full"], peaks["oneshot"]) and peaks["all"] <= peaks["full"]
 
 
+@pytest.mark.slow
 def test_verify_really_runs_it(
     plans: dict[str, str], tiny_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

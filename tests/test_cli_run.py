@@ -129,7 +129,7 @@ def test_beyond_the_window_only_warns_when_allowed(document: str) -> None:
     assert "warning: " in result.err and "8192" in result.err
 
 
-@pytest.mark.parametrize("schedule", ["tide", "oneshot"])
+@pytest.mark.parametrize("schedule", ["tide", pytest.param("oneshot", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("selector", ["snapkv", "recent", "streaming", "all"])
 def test_every_method_answers(document: str, schedule: str, selector: str) -> None:
     budget = [] if selector == "all" else ["--budget", "96"]
@@ -149,6 +149,7 @@ def test_budget_full_and_auto(document: str) -> None:
     assert auto["result"]["text"] == full["result"]["text"]
 
 
+@pytest.mark.slow
 def test_sampling_follows_the_seed(document: str) -> None:
     sampled = ("run", document, *QUESTION, "-n", "12", "--temperature", "1.5", "--top-p", "0.95", "--seed")
     first, again, other = (run_cli(*sampled, seed) for seed in ("1", "1", "2"))
@@ -164,6 +165,7 @@ def test_stop_string_across_tokens(document: str) -> None:
     assert result["finish_reason"] == "stop"
 
 
+@pytest.mark.slow
 def test_bfloat16_and_eager(document: str) -> None:
     half = run_cli("run", document, *QUESTION, "-n", "4", "--json", "--dtype", "bfloat16").document
     full = run_cli("run", document, *QUESTION, "-n", "4", "--json").document
@@ -229,6 +231,7 @@ def test_a_full_disk_is_named(document: str) -> None:
         assert "Traceback" not in err.getvalue()
 
 
+@pytest.mark.slow
 def test_full_devices(document: str) -> None:
     for redirected, code in (("> /dev/full 2> err.txt", 2), ("2> /dev/full > out.txt", 0)):
         command = f"{sys.executable} -m tidekv_cli run {document} -n 2 {redirected}"

@@ -56,6 +56,7 @@ def test_a_window_that_is_switched_off() -> None:
     assert planned("qwen2", use_sliding_window=False, sliding_window=0, layer_types=None) > 0
 
 
+@pytest.mark.slow
 def test_plans_of_several_threads() -> None:
     settings = plan_settings()
     wanted = [replace(settings, chunk_size=size) for size in (256, 512, 768, 1024)]

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LISTENING = "import os, signal, sys, time\nfrom tidekv_cli import interrupts\ninterrupts.listen()\n"
 
 
@@ -21,6 +23,7 @@ def test_an_import_is_not_broken_off(tmp_path: Path) -> None:
     assert done.stdout.split() == ["imported", "heard"]
 
 
+@pytest.mark.slow
 def test_what_is_swallowed_is_raised_again(tmp_path: Path) -> None:
     swallowed = "try:\n os.kill(os.getpid(), signal.{})\n time.sleep(1)\nexcept BaseException:\n print('lost')\n"
     rest = "try:\n time.sleep(20)\nexcept {}:\n print('heard')\n interrupts.settle()\ntime.sleep(4)\nprint('quiet')\n"

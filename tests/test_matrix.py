@@ -101,6 +101,7 @@ def test_short_prompts(method: Method) -> None:
         assert len(answer(prompt)) == NEW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", LEGAL, ids=lambda method: method.name)
 def test_a_prompt_leaves_nothing_for_the_next(method: Method) -> None:
     alone = answer(prefilled(method, prompt_ids()))
@@ -121,6 +122,7 @@ def test_several_tokens_follow_as_they_would_one_by_one(method: Method) -> None:
     assert [store.length for store in one.cache] == [store.length for store in several.cache]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["math", "eager"])
 @pytest.mark.parametrize("method", LEGAL, ids=lambda method: method.name)
 def test_other_backends_follow_likewise(method: Method, attention: str) -> None:

@@ -54,7 +54,7 @@ def settings(name: str, config: Any, **changes: Any) -> PlanSettings:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kept", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_takes_what_is_simulated(name: str, kept: bool) -> None:
     model = tiny_causal_model(num_hidden_layers=6, vocab_size=128, max_position_embeddings=4096)
     config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}

@@ -21,6 +21,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plans")
 
 
+@pytest.mark.slow
 def test_feasibility_is_monotonic(plans: Path) -> None:
     draw = random.Random(0)
     for _ in range(200):
@@ -64,6 +65,7 @@ def test_short_of_the_lines_each_length_counts(plans: Path, free: float) -> None
     assert not planner.fits(most + 1) and not planner.plan(most * 101 // 100 + 1).fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [700, 1256])
 def test_eager_attention_is_searched_as_closely(plans: Path, length: int) -> None:
     case = plan_settings(llama_8b(), attention="eager", device_kind="cpu", chunk_size=64, budget_tokens=64)

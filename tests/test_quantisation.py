@@ -51,6 +51,7 @@ def test_unpacked_weights_are_what_is_stored(tmp_path: Path, kind: str, dtype: t
         assert type(weight) is torch.nn.Parameter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp8", "fp8 experts", "fp8 static", "mxfp4"] if outdated() is None else [])
 def test_the_command_plans_what_they_take(tmp_path: Path, kind: str) -> None:
     WRITERS[kind](tmp_path / "model")

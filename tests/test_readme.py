@@ -54,6 +54,7 @@ def test_commands_run(command: str, folder: Path, embedded_path: Path) -> None:
     assert result.code == 0, result.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", OTHERS)
 def test_other_commands_run(command: str, embedded_path: Path) -> None:
     words = [word for word in shlex.split(command)[1:] if word != "--verify"]  # tests/test_cli_probe.py runs that

@@ -59,7 +59,7 @@ def test_items_of_llama_8b_are_the_known_figures() -> None:
         ("llama-3.1-8b", 32768, 2048),
         ("llama-3.1-8b", 65536, 512),
         ("llama-3.1-8b", 131072, 2048),
-        ("llama-3.2-3b", 65536, 2048),
+        pytest.param("llama-3.2-3b", 65536, 2048, marks=pytest.mark.slow),
         ("llama-3.2-1b", 65536, 2048),
     ],
 )
@@ -112,7 +112,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kept", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("schedule", "dtype", "attention", "length", "chunk", "block", "budget"), CASES)
 def test_a_real_run_takes_what_is_simulated(
     tiny_model: Callable[..., Any],

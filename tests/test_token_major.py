@@ -214,7 +214,7 @@ def check_against_cuts(model: Any, ids: list[int], selector: Any, budget: int, c
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=str)
 @pytest.mark.parametrize("chunk", [1, 5, 13, 32, 64, 200])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_online_is_the_plain_model_cut_after_every_chunk(
     tiny_model: Callable[..., Any], model_type: str, chunk: int, selector: Any
 ) -> None:

@@ -52,7 +52,7 @@ def test_what_a_token_of_the_prompt_takes() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["chunked", "online"])
-@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("step", [35, pytest.param(7, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
 def test_memory_that_runs_out_at_every_site(tiny_model: Callable[..., Any], schedule: str, step: int) -> None:
     """In the first chunk and in a later one. An answer in `chunked`, an error in `online`; then a right answer."""
     session, ids = Session(tiny_model(num_hidden_layers=3), frozenset()), prompt_ids()[:544]
@@ -78,7 +78,7 @@ def test_memory_that_runs_out_at_every_site(tiny_model: Callable[..., Any], sche
         again, _ = session.prefill(ids, case)
         assert torch.equal(again.logits, expected.logits), number
         assert all(torch.equal(a, b) for a, b in zip(again.kept, expected.kept, strict=True)), number
-    assert tried >= 10
+    assert tried >= 3
     # What is outside any chunk, as the ids, cannot be tried again.
     assert answers >= tried * 0.9 if schedule == "chunked" else answers == 0
 
