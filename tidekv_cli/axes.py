@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from tidekv_cli.errors import UsageError, is_out_of_memory
+from tidekv_cli.errors import TideError, UsageError, is_out_of_memory
 
 SCHEDULES = {
     "tide": "layer by layer in chunks; a layer is evicted when all of the prompt went through it",
@@ -50,14 +52,19 @@ class Part:
         module, _, name = self.target.partition(":")
         settings = {p.name: converted(p, values.get(p.name, p.default)) for p in self.parameters}
         try:
-            made = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
+            return getattr(importlib.import_module(module), name)(**settings)
+        except TideError:
+            raise
+        except Exception as error:  # another package's code may raise anything
             if is_out_of_memory(error):
                 raise
-            raise UsageError(
-                f"{self.name} cannot be had from {self.target}: {error}", "repair or remove the package that offers it"
-            ) from error
-        return made(**settings)
+            raise self.unusable(f"{type(error).__name__}: {error}") from error
+
+    def unusable(self, why: str) -> UsageError:
+        """The error for a part that is not what it should be."""
+        return UsageError(
+            f"{self.name} cannot be had from {self.target}: {why}", "repair or remove the package that offers it"
+        )
 
 
 def converted(parameter: Parameter, value: Any) -> Value:
@@ -88,14 +95,31 @@ class SelectorInfo(Part):
     schedules: tuple[str, ...] = ("tide", "oneshot", "online")
     unscheduled: str = ""
 
+    def build(self, values: Mapping[str, Any]) -> Any:
+        """See `Part.build`. What is made must be what this says of it."""
+        from tidekv_cli.engine.selectors import Selector
+
+        made = Part.build(self, values)
+        if Selector not in type(made).__mro__:
+            raise self.unusable(f"{type(made).__name__} is no Selector")
+        if (made.rolling is not None) != self.rolling:
+            raise self.unusable(f"its rolling is {made.rolling}, and rolling is {self.rolling}")
+        return made
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyInfo:
-    """A budget policy: how layers share, and how the heads of a layer do."""
+    """A budget policy: how layers share, and how the heads of a layer do.
+
+    It `revises` if a layer's budget may fall once later ones are read, and is `ragged` if heads may keep different
+    numbers of rows; both by scores.
+    """
 
     name: str
     layers: Part
     heads: Part
+    revises: bool = False
+    ragged: bool = False
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -225,10 +249,10 @@ POLICIES = {
     for info in (
         PolicyInfo("uniform", _EVEN_LAYERS, _EVEN_HEADS),
         PolicyInfo("pyramid", _PYRAMID, _EVEN_HEADS),
-        PolicyInfo("cake", _CAKE, _EVEN_HEADS),
-        PolicyInfo("ada", _EVEN_LAYERS, _ADA),
-        PolicyInfo("ada-pyramid", _PYRAMID, _ADA),
-        PolicyInfo("ada-cake", _CAKE, _ADA),
+        PolicyInfo("cake", _CAKE, _EVEN_HEADS, revises=True),
+        PolicyInfo("ada", _EVEN_LAYERS, _ADA, ragged=True),
+        PolicyInfo("ada-pyramid", _PYRAMID, _ADA, ragged=True),
+        PolicyInfo("ada-cake", _CAKE, _ADA, revises=True, ragged=True),
     )
 }
 
@@ -286,7 +310,13 @@ def selector_infos() -> tuple[list[SelectorInfo], list[str]]:
 
 def _offered() -> list[EntryPoint]:
     """By other packages; one that has a name of this package's is not seen."""
-    return [point for point in entry_points(group=_GROUP) if point.name not in SELECTORS]
+    return list(_installed(tuple(sys.path)))
+
+
+@cache
+def _installed(_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Found by a search of all that is installed, so once for each path."""
+    return tuple(point for point in entry_points(group=_GROUP) if point.name not in SELECTORS)
 
 
 def _loaded(point: EntryPoint) -> SelectorInfo | str:
@@ -307,6 +337,9 @@ def _loaded(point: EntryPoint) -> SelectorInfo | str:
 
 def _fault(info: SelectorInfo) -> str | None:
     """What is wrong with a selector that another package offers; None if nothing is."""
+    words = (info.name, info.target, info.source, info.purpose, info.unscheduled)
+    if not all(isinstance(text, str) for text in (*words, *(one.meaning for one in info.parameters))):
+        return "has something else than text for its name, target, source, purpose, reason or a meaning"
     taken = {one.name for axis in (POLICIES, STORES) for other in axis.values() for one in other.parameters}
     for parameter in info.parameters:
         if type(parameter.default) not in _KIND_NAMES:

@@ -17,7 +17,7 @@ class Estimate:
     decode_tokens_per_s: float | None
 
 
-def estimate(settings: PlanSettings, length: int, weight_bytes: int) -> Estimate:
+def estimate(settings: PlanSettings, length: int, weight_bytes: int, cache_bytes: int) -> Estimate:
     """The least time that a prompt of `length` tokens can take at the rates in `settings`.
 
     Unknown for a mixture of experts: how much of it a token uses is not looked at.
@@ -29,10 +29,13 @@ def estimate(settings: PlanSettings, length: int, weight_bytes: int) -> Estimate
     bandwidth, rate = rates.bandwidth_gb_s * 1e9, rates.tflops * 1e12
     embedding = spec.vocab_size * spec.hidden_size
     in_layers = weight_bytes // item - embedding * (1 if spec.tied_embeddings else 2)
-    # Two operations a weight and token; queries times keys and weights times values over half of the S x S square.
-    operations = 2 * in_layers * length + 2 * spec.layers * spec.heads * spec.head_dim * length**2
+    seen = length / 2  # keys by a query, in the mean
+    if settings.method.schedule == "online" and settings.budget_tokens is not None:
+        seen = min(seen, settings.budget_tokens + settings.chunk_size / 2)
+    # Two operations a weight and token; queries times keys, and weights times values.
+    operations = 2 * in_layers * length + 4 * spec.layers * spec.heads * spec.head_dim * length * seen
     passes = 1 if settings.method.schedule == "oneshot" else -(-length // settings.chunk_size)
     ttft = max(operations / rate, passes * in_layers * item / bandwidth)
     kept = min(length if settings.budget_tokens is None else settings.budget_tokens, length)
-    cache = 2 * spec.layers * spec.kv_heads * spec.head_dim * kept * item
+    cache = min(2 * spec.layers * spec.kv_heads * spec.head_dim * kept * item, cache_bytes)
     return Estimate(ttft, bandwidth / ((in_layers + embedding) * item + cache))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tidekv_cli.errors import DoesNotFitError
+from tidekv_cli.methods import conflict
 from tidekv_cli.plan import Plan, Planner, last_that_fits
 from tidekv_cli.plan_settings import PlanSettings
 from tidekv_cli.request import EngineChoice
@@ -80,12 +81,14 @@ class Fitter:
 
     def _largest_budget(self, settings: PlanSettings, length: int) -> int:
         """The largest at which the prompt fits: all of it, or a multiple of 64; the least is known to fit."""
-        if settings.free_bytes is None or self._least_budget >= length:
-            return length
+        window = settings.spec.context_window
+        most = min(length, window) if settings.slots and window is not None else length
+        if settings.free_bytes is None or self._least_budget >= most:
+            return most
         return last_that_fits(
             lambda budget: self._planner(replace(settings, budget_tokens=budget)).headroom(length),
             self._least_budget,
-            length,
+            most,
             _BUDGET_STEP,
         )
 
@@ -167,11 +170,13 @@ def _halves(size: int, least: int) -> list[int]:
 
 def _savers(settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
     """Flags that may lower the peak, each with the settings that it gives."""
-    if settings.method.schedule in _SAME_BY_LAYERS:
-        yield "--schedule tide", replace(settings, method=replace(settings.method, schedule="tide"))
+    tide = replace(settings.method, schedule="tide")
+    if settings.method.schedule in _SAME_BY_LAYERS and conflict(tide) is None:
+        yield "--schedule tide", replace(settings, method=tide)
     if settings.method.schedule in _SAME_FOR_ANY_CHUNK and settings.chunk_size > _LEAST:
         yield f"--chunk-size {_LEAST}", replace(settings, chunk_size=_LEAST)
     if settings.dtype == "float32":
         yield "--dtype bfloat16", replace(settings, dtype="bfloat16")
-    if settings.method.selector_info.budgeted and (settings.budget_tokens or _LEAST + 1) > _LEAST:
-        yield f"--budget {_LEAST}", replace(settings, budget_tokens=_LEAST)
+    least = max(_LEAST, settings.mandatory_tokens)
+    if settings.method.selector_info.budgeted and (settings.budget_tokens or least + 1) > least:
+        yield f"--budget {least}", replace(settings, budget_tokens=least)

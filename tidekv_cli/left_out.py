@@ -8,10 +8,11 @@ import torch
 
 from tidekv_cli.engine.active import ActiveKV
 from tidekv_cli.engine.budgets import Layers
-from tidekv_cli.engine.ledger import CACHE, book
+from tidekv_cli.engine.ledger import CACHE, SCORING, births_booked, book
 from tidekv_cli.engine.meter import LiveMeter
 from tidekv_cli.engine.prefill import PrefillSettings
 from tidekv_cli.engine.selectors import Selection
+from tidekv_cli.engine.stores import Store
 from tidekv_cli.few_layers import FewLayers
 
 
@@ -58,6 +59,39 @@ class LeftOut:
                 total += self._bytes(stand_in, rows, over and number is not None)
         return total
 
+    def trimming(self) -> dict[str, int]:
+        """Bytes by item that trimming a layer takes for a moment, where that layer holds as much as any ever may."""
+        layers = self._layers
+        rows = min(layers.mandatory, layers.length) + min(layers.free_most, layers.free_total)
+        found = [self._trimmed(shape, rows) for shape in self._shapes]
+        return max(found, key=lambda items: sum(items.values()))
+
+    def _trimmed(self, shape: _Shape, rows: int) -> dict[str, int]:
+        heads = self._settings.policy.heads
+        with LiveMeter(self._granularity) as meter:
+            store, kept = self._stored(shape, rows, scored=True)
+            before = dict(meter.live)
+            meter.restart_peak()
+            with births_booked(SCORING):
+                stay = heads.trim(kept, rows, min(self._layers.mandatory, rows))
+            store.trim(stay)
+            picked = kept.picked(stay)
+            found = {item: max(meter.peak[item] - before[item], 0) for item in before}
+            del picked, store
+        return found
+
+    def _stored(self, shape: _Shape, rows: int, scored: bool) -> tuple[Store, Selection]:
+        """A store of `rows` a head on fake tensors, and what it was selected by."""
+        settings = self._settings
+        heads, ragged = shape.keys[1], settings.policy.heads.ragged
+        keys, values = torch.empty(shape.keys, dtype=shape.dtype), torch.empty(shape.values, dtype=shape.dtype)
+        size = (heads * rows,) if ragged else (heads, rows)
+        scores = torch.empty(size) if scored else None
+        kept = Selection(torch.empty(size, dtype=torch.long), scores, (rows,) * heads if ragged else None)
+        if settings.record_kept or scored:
+            book(CACHE, kept.indices, *([] if scores is None else [scores]))
+        return settings.store(keys, values, kept, settings.slack, settings.attention), kept
+
     def _bytes(self, stand_in: int, rows: int, over: bool) -> int:
         shape, revised = self._shapes[stand_in], self._settings.policy.layers.revises
         if rows == shape.rows and not (over and revised):
@@ -69,16 +103,8 @@ class LeftOut:
 
     def _measured(self, shape: _Shape, rows: int, revised: bool) -> int:
         """Of a store of `rows` a head, made on fake tensors."""
-        settings = self._settings
-        heads, ragged = shape.keys[1], settings.policy.heads.ragged
-        keys, values = torch.empty(shape.keys, dtype=shape.dtype), torch.empty(shape.values, dtype=shape.dtype)
         with LiveMeter(self._granularity) as meter:
-            size = (heads * rows,) if ragged else (heads, rows)
-            scores = torch.empty(size) if revised else None
-            kept = Selection(torch.empty(size, dtype=torch.long), scores, (rows,) * heads if ragged else None)
-            if settings.record_kept or scores is not None:
-                book(CACHE, kept.indices, *([] if scores is None else [scores]))
-            store = settings.store(keys, values, kept, settings.slack, settings.attention)
+            held = self._stored(shape, rows, scored=revised)
             found = meter.live[CACHE]
-            del store
+            del held
         return found

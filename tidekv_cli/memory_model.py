@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tidekv_cli.axes import SELECTORS
 from tidekv_cli.plan_settings import PlanSettings, Regimes
 
 _FORMAT = 4
@@ -28,7 +29,7 @@ _FAR = 1 << 16
 _GROWING_STORAGES = 16
 _SEARCH_BITS = 8  # less than 1 % more
 _ITEMS = ("workspace", "weights", "cache", "bridge", "active_kv", "scoring")  # as the engine's ledger calls them
-_SIMULATING = ("simulate", "few_layers", "left_out", "token_major_phases", "assembly")
+_SIMULATING = ("axes", "simulate", "few_layers", "left_out", "token_major_phases", "assembly")
 Phases = list[dict[str, int]]
 
 
@@ -36,9 +37,10 @@ class MemoryModel:
     """Live bytes of one set of settings; each phase's items are those at its own peak."""
 
     def __init__(self, settings: PlanSettings, directory: Path | None) -> None:
-        """`directory` keeps what was simulated; None keeps it for this object only."""
+        """`directory` keeps what was simulated, but for selectors of other packages; None keeps it for this object."""
         self._settings = settings
-        self._file = None if directory is None else directory / f"{_key(settings)}.json"
+        foreign = settings.method.selector not in SELECTORS  # what it takes may change with its package
+        self._file = None if directory is None or foreign else directory / f"{_key(settings)}.json"
         self._regimes, self._samples = (None, {}) if self._file is None else _read(self._file)
 
     def peak(self, length: int) -> dict[str, int]:

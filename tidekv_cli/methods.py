@@ -158,22 +158,27 @@ def conflict(method: Method) -> tuple[str, str] | None:
             f"selector {selector.name} keeps everything, so there is no budget to share",
             "use --budget-policy uniform",
         )
-    if policy.heads.name == "ada" and selector.scores != "head":
+    if policy.ragged and selector.scores != "head":
         why = "scores no rows" if selector.scores == "none" else "chooses for all heads of a layer together"
         return f"policy {policy.name} shares by each head's scores, and selector {selector.name} {why}", _SCORED
-    if policy.layers.name == "cake" and not (selector.windowed and selector.scores != "none"):
+    if policy.revises and not (selector.windowed and selector.scores != "none"):
         return (
             f"policy {policy.name} needs scores from the last queries, which selector {selector.name} has not",
             _SCORED,
         )
-    if method.schedule == "online" and (policy.heads.name == "ada" or policy.layers.name == "cake"):
+    if method.schedule == "online" and (policy.ragged or policy.revises):
         return f"policy {policy.name} shares once all of the prompt is read", "use --schedule tide or oneshot"
-    if policy.heads.name == "ada" and not store.ragged:
+    if policy.ragged and not store.ragged:
         return f"heads keep different numbers of rows, which store {store.name} cannot hold", "use --kv-store flat"
-    if policy.layers.name == "cake" and not store.trims:
+    if policy.revises and not store.trims:
         return (
             f"policy {policy.name} trims layers again, which store {store.name} cannot",
             "use --kv-store dense or flat",
+        )
+    if policy.revises and selector.rolling:
+        return (
+            f"policy {policy.name} trims layers again, and selector {selector.name} drops rows by their age",
+            "use --budget-policy uniform or pyramid",
         )
     if selector.rolling and method.kv_store != "dense":
         return (

@@ -64,7 +64,7 @@ class Plan:
     @property
     def estimate(self) -> Estimate:
         """The least time that it can take."""
-        return estimate(self.settings, self.prompt_tokens, self.bytes.weights)
+        return estimate(self.settings, self.prompt_tokens, self.bytes.weights, self.cache_bytes)
 
     @property
     def fits(self) -> bool:

@@ -41,8 +41,9 @@ class Regimes:
 class PlanSettings:
     """Everything that changes memory, in tokens; `budget_tokens` None keeps all. `config` is a Hugging Face config.
 
-    `axis_settings` are the parameters of all axes. `window` is what the selector says its observation window is, 0 if
-    it has none. `record_kept` holds every layer's kept positions to the end. `rates` change time estimates only.
+    `axis_settings` are the parameters of all axes. What the selector says of itself with them: `window` is its
+    observation window, 0 if it has none, `mandatory_tokens` what it always keeps, `slots` whether places in the cache
+    count as positions. `record_kept` holds every layer's kept positions to the end. `rates` change time estimates only.
     """
 
     spec: ModelSpec
@@ -53,6 +54,8 @@ class PlanSettings:
     budget_tokens: int | None
     axis_settings: Mapping[str, Value]
     window: int
+    mandatory_tokens: int
+    slots: bool
     max_new_tokens: int
     attention: str
     reserve_items: Mapping[str, int]
@@ -66,11 +69,12 @@ class PlanSettings:
     def context_limit(self) -> int | None:
         """Tokens of prompt and answer that the model's window allows; None where there is no limit.
 
-        Where places in the cache count as positions, new tokens take none, and neither does what a schedule evicts as
-        it reads.
+        Where places in the cache count as positions and there are no more of them than that, new tokens take none, and
+        neither does what a schedule evicts as it reads.
         """
         window = self.spec.context_window
-        if window is None or not self.method.selector_info.rolling or self.axis_settings.get("positions") != "slot":
+        held = self.budget_tokens
+        if window is None or not self.slots or held is None or held > window:
             return window
         return None if self.method.schedule == "online" else window + self.max_new_tokens
 

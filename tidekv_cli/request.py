@@ -124,7 +124,8 @@ def choose_settings(request: RunRequest, config: Mapping[str, Any], profile: Pro
 def check_budget(choice: EngineChoice, mandatory_tokens: int) -> None:
     """Raise `UsageError` for a budget that does not cover what the selector always keeps."""
     if isinstance(choice.budget, int) and choice.budget < mandatory_tokens:
-        settings = ", ".join(f"{name} {value}" for name, value in choice.axis_settings.items()) or "no parameters"
+        own = [parameter.name for parameter in choice.method.selector_info.parameters]
+        settings = ", ".join(f"{name} {choice.axis_settings[name]}" for name in own) or "no parameters"
         raise UsageError(
             f"--budget {choice.budget} is below the {mandatory_tokens} tokens"
             f" that selector {choice.method.selector} always keeps ({settings})",

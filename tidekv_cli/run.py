@@ -75,13 +75,16 @@ class Run:
         total = plan.prompt_tokens + new
         if window is None or total <= window:
             return
-        message = (
-            f"the prompt's {plan.prompt_tokens} tokens and {new} new ones are {total},"
-            f" more than the model's window of {window}"
-        )
+        if plan.settings.slots:  # new tokens take no places
+            message = f"the prompt's {plan.prompt_tokens} tokens are more than the model's window of {window - new}"
+        else:
+            message = (
+                f"the prompt's {plan.prompt_tokens} tokens and {new} new ones are {total},"
+                f" more than the model's window of {window}"
+            )
         if not self._allow_beyond_window:
             ways = ["--truncate middle"] if new < window else []
-            ways += ["fewer --max-new-tokens"] if plan.prompt_tokens < window else []
+            ways += ["fewer --max-new-tokens"] if plan.prompt_tokens < window and not plan.settings.slots else []
             ways += ["--allow-beyond-window to try anyway"]
             raise WindowError(message, f"use {', or '.join(ways)}")
         if message not in self.outcome.warnings:

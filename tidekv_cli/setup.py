@@ -88,7 +88,8 @@ class Setup:
         """As chosen, before anything is lowered to make it fit."""
         choice = self.choice
         selector = choice.method.selector_info.build(choice.axis_settings)
-        if selector.rolling is not None and selector.rolling.slots:
+        slots = selector.rolling is not None and selector.rolling.slots
+        if slots:
             check_slots(config)
         return PlanSettings(
             spec=spec,
@@ -99,6 +100,8 @@ class Setup:
             budget_tokens=choice.budget if isinstance(choice.budget, int) else None,
             axis_settings=choice.axis_settings,
             window=selector.window,
+            mandatory_tokens=selector.mandatory_tokens,
+            slots=slots,
             max_new_tokens=choice.max_new_tokens,
             attention=attention,
             reserve_items=self.reserve_items,

@@ -7,6 +7,7 @@ what a layer of its kind leaves behind. So are chunks: only the last ones are ru
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,9 +96,17 @@ def _budget_borders(settings: PlanSettings, budget: int, few: FewLayers) -> Sequ
     method, values = settings.method, settings.axis_settings
     with fake_tensors(settings.config):
         kept = ModelAdapter(few.model).visibles()
-    count = sum(kept[stand_in].everything for stand_in in few.stand_ins)
     mandatory = method.selector_info.build(values).mandatory_tokens
-    return method.policy_info.layers.build(values).borders(Layers(count, 0, mandatory, budget))
+    policy = method.policy_info.layers.build(values)
+    found: set[int] = set()
+    for longest in {math.inf, *(one.window for one in kept if one.window is not None)}:
+        # Of a prompt no longer than a window, layers of that window see everything too.
+        sees_all = [one.everything or (one.window is not None and one.window >= longest) for one in kept]
+        shares = [sees_all[stand_in] for stand_in in few.stand_ins]
+        read = {sum(shares[: place + more]) for place in few.kept for more in (0, 1)}
+        first, *others = policy.borders(Layers(sum(shares), 0, mandatory, budget), read)
+        found.update(others)
+    return first, *sorted(found)
 
 
 def _as_json(settings: PlanSettings) -> str:
@@ -119,13 +128,21 @@ class _PhasedPrefill(LayerMajorPrefill):
         self.chunks, self.last_chunks = _representative(self.chunks, tail), _representative(self.last_chunks, tail)
         self.left_out = LeftOut(few, settings, self._shared_out, self._places, meter.granularity)
         self.phases: list[dict[str, int]] = []
+        self._before_trims: dict[int, dict[str, int]] = {}  # live bytes by item, by the place of a layer
         self._meter = meter
         self._layers_done = 0
 
     def finish(self) -> tuple[list[dict[str, int]], int]:
         """Live bytes by item at the peak of each phase, and what the layers left out hold in the end."""
+        trimming = self.left_out.trimming() if self._before_trims else {}
         for number, phase in enumerate(self.phases):
-            phase[ledger.CACHE] += self.left_out.bytes_before(number // 2)
+            left_out = self.left_out.bytes_before(number // 2)
+            phase[ledger.CACHE] += left_out
+            if number % 2 and number // 2 in self._before_trims:
+                live = self._before_trims[number // 2]
+                at_most = {item: live[item] + trimming[item] for item in live}
+                at_most[ledger.CACHE] += left_out
+                self.phases[number] = max(phase, at_most, key=lambda items: sum(items.values()))
         return self.phases, self.left_out.bytes_before(len(self._few.kept), over=True)
 
     def take(self, phase: int) -> None:
@@ -153,6 +170,12 @@ class _PhasedPrefill(LayerMajorPrefill):
         hidden = super()._chunk(layer, start, stop, last)
         self.take(2 * layer)
         return hidden
+
+    def _revise(self, rows: list[int]) -> None:
+        """Here all layers are alike: what a trim takes where they are not is added in the end."""
+        if self._cache:
+            self._before_trims[self._layers_done] = dict(self._meter.live)
+        super()._revise(rows)
 
     def _evict(self) -> None:
         self.take(2 * self._layers_done)

@@ -204,6 +204,8 @@ class LayerMajorPrefill:
                 observation = self._insist(self._observer.take)
             if self._length > self._settings.selector.mandatory_tokens:
                 rows = self._insist(partial(self._read_budgets, observation))
+        if self._settings.policy.layers.revises:
+            self._revise(rows)  # first, so that never more than the total is kept
         last_try = False
         while True:
             _, shortage = attempt(partial(self._compress, observation, rows[-1]))
@@ -217,8 +219,6 @@ class LayerMajorPrefill:
             if not last_try:
                 self._score_block = max(block // 2, _LEAST_BLOCK)
                 self._lowered.append(f"score_block {block} -> {self._score_block}: {shortage}")
-        if self._settings.policy.layers.revises:
-            self._revise(rows)
         self._active.clear()
 
     def _read_budgets(self, observation: Observation | None) -> list[int]:
@@ -268,7 +268,7 @@ class LayerMajorPrefill:
 
     def _revise(self, rows: list[int]) -> None:
         """Trim earlier layers whose budget has fallen to `rows`, which are those of the layers that see everything."""
-        for layer, store in enumerate(self._cache[:-1]):
+        for layer, store in enumerate(self._cache):
             place, held = self._places[self._number(layer)], self._selections[layer]
             if place is not None and place < len(rows) and rows[place] < store.length:
                 assert held is not None

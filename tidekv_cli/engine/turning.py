@@ -63,7 +63,7 @@ class Turning:
                 return False
             turned = self(far, torch.full((1,), _BY, device=far.device))
             moved, difference = numbers(torch.stack((_difference(far, near), _difference(turned, near))), (1.0, 0.0))
-            if moved >= _ALIKE and not difference < _ALIKE:
+            if not (moved < _ALIKE or difference < _ALIKE):  # as where one is no number
                 return False
             self._turned.append(moved >= _ALIKE)
         return True
@@ -96,12 +96,13 @@ class _Caught:
 
 @torch.no_grad()
 def _keys(adapter: ModelAdapter, layer: int, position: int) -> Tensor:
-    """Keys [1, Hkv, 1, D] that `layer` makes of the embedding of token 1 at `position`."""
+    """Keys [1, Hkv, 1, D] that `layer` makes of some hidden state, which is not 0, at `position`."""
     caught = _Caught()
     adapter.bind([caught] * len(adapter.layers))
     try:
         call = adapter.record(torch.ones(1, 1, dtype=torch.long, device=adapter.device), position, layer)
-        adapter.replay(layer, call.hidden, call)
+        hidden = torch.linspace(-1, 2, call.hidden.shape[-1], device=adapter.device).to(call.hidden.dtype)
+        adapter.replay(layer, hidden.expand_as(call.hidden), call)
     finally:
         adapter.bind(())
     return caught.keys

@@ -5,12 +5,15 @@ Only layers that see everything take part: what others keep is decided by their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
+from tidekv_cli.engine.readback import numbers
 from tidekv_cli.engine.selectors import LayerView, Selection, Selector
-from tidekv_cli.errors import UsageError
+from tidekv_cli.errors import TideError, UsageError, is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,10 @@ class LayerPolicy(Protocol):
     def begin(self, layers: Layers) -> LayerBudgets:
         """For one prompt."""
 
-    def borders(self, layers: Layers) -> Sequence[int]:
-        """Prompt lengths, ascending, at which a layer's budget stops growing with the prompt, whatever `layers.length`.
+    def borders(self, layers: Layers, read: Collection[int]) -> Sequence[int]:
+        """Prompt lengths, ascending, at which budgets bend, whatever `layers.length`: between them they are lines.
 
-        Between them budgets are straight lines over the length.
+        Of the budgets as they are once so many layers are `read`, and when all are.
         """
 
 
@@ -86,12 +89,44 @@ class BudgetPolicy:
     heads: HeadPolicy
 
     def select(self, selector: Selector, view: LayerView, budget: int) -> Selection:
-        """As `HeadPolicy.select`. Raises `UsageError` for a selector that keeps more or less than it was told to."""
-        selection, (heads, _, _) = self.heads.select(selector, view, budget), view.keys.shape
+        """As `HeadPolicy.select`. Raises `UsageError` for a selector that fails, or keeps what it was not told to."""
+        try:
+            selection = self.heads.select(selector, view, budget)
+        except TideError:
+            raise
+        except Exception as error:  # another package's code may raise anything
+            if is_out_of_memory(error):
+                raise
+            raise _unfit(selector, f"fails: {type(error).__name__}: {error}") from error
+        heads, length, _ = view.keys.shape
         if selection.indices.numel() != heads * budget:
             kept = selection.indices.numel() / heads
-            raise UsageError(
-                f"selector {type(selector).__name__} keeps {kept:g} rows a head, and the budget is {budget}",
-                "repair or remove the package that offers it",
-            )
+            raise _unfit(selector, f"keeps {kept:g} rows a head, and the budget is {budget}")
+        if selection.scores is None and budget < length and not _ascends(selection, length):
+            raise _unfit(selector, "keeps rows that do not ascend, or are not there")
+        if self.layers.revises:
+            self._check_always(selector, selection, heads, budget)
         return selection
+
+    def _check_always(self, selector: Selector, selection: Selection, heads: int, budget: int) -> None:
+        """What may be trimmed later has scores below infinity, and what must not is as much as the selector said."""
+        least, always = selector.mandatory_tokens, budget
+        if selection.scores is not None:
+            always = int(numbers((selection.scores == torch.inf).sum()[None], [heads * least])[0]) // heads
+        if always != least:
+            raise _unfit(selector, f"always keeps {always} rows a head, and its mandatory_tokens are {least}")
+
+
+def _unfit(selector: Selector, what: str) -> UsageError:
+    return UsageError(
+        f"selector {type(selector).__name__} {what}", "repair or remove the package that offers it, or file a bug"
+    )
+
+
+def _ascends(selection: Selection, length: int) -> bool:
+    """Whether each head's rows are in order, and of the `length` that there are."""
+    faults = [
+        ((rows.diff() < 1).any() | (rows[:1] < 0).any() | (rows[-1:] >= length).any()).float()
+        for rows in selection.by_head(selection.indices)
+    ]
+    return numbers(torch.stack(faults).sum()[None], [0.0])[0] == 0

@@ -23,7 +23,8 @@ class AdaHeads:
     """A head gets (1 - alpha) of its count among the layer's best Hkv b rows, and alpha of the mean b.
 
     Source: Feng et al., Ada-KV (2024), alpha=0.2. b counts what is chosen by score, per head; what always stays comes
-    on top. Rounded so that the layer's sum is exact; of equal scores the earlier row counts, then the earlier head.
+    on top. Rounded so that the layer's sum is exact; of equal scores the earlier row counts, then the earlier head. No head is
+    left without a row.
     """
 
     alpha: float = 0.2
@@ -42,8 +43,10 @@ class AdaHeads:
             return selector.select(view, budget)
         always = budget - chosen
         first, last = span(0, ranking.first, view.keys), span(ranking.stop, length, view.keys)
-        scores = finite(torch.cat(list(ranking.blocks), 1)).expand(heads, -1)
+        scores = finite(torch.cat(list(ranking.blocks), 1).float()).expand(heads, -1)
         counts = self._counts(scores, [scores.shape[1]] * heads, chosen)
+        if always == 0:
+            counts = _none_empty(counts)
         mark = scores.new_full((1,), float("inf"))
         rows, kept = [], []
         for head, count in zip(scores.unbind(), counts, strict=True):
@@ -76,6 +79,15 @@ class AdaHeads:
         counts = [int(count) for count in numbers(taken, [mean] * heads)]
         alpha = Fraction(str(self.alpha))  # as it was written: 0.2 is no float
         return apportion([(1 - alpha) * count + alpha * mean for count in counts], heads * mean, most)
+
+
+def _none_empty(counts: list[int]) -> list[int]:
+    """The same sum, which is at least one each, with a row of the fullest head for each that has none."""
+    counts = list(counts)
+    while 0 in counts:
+        counts[counts.index(max(counts))] -= 1
+        counts[counts.index(0)] += 1
+    return counts
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

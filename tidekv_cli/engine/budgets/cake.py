@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import exp, inf, log
 from typing import ClassVar
@@ -19,6 +19,7 @@ from tidekv_cli.errors import UsageError
 
 _PLANNED = 1.0  # of every layer in a plan, which knows no data
 _LEAST_TAU = 1e-3
+_OTHER = "use --selector snapkv, or another --budget-policy"
 _GREATEST = 700.0  # exp() of more is no float
 
 
@@ -45,12 +46,16 @@ class Cake:
         """See `LayerPolicy.begin`."""
         return _Preferences(self, layers)
 
-    def borders(self, layers: Layers) -> Sequence[int]:
-        """See `LayerPolicy.borders`. The first layer holds the whole total until the second is read."""
-        return 2 * layers.budget, layers.count * max(layers.budget - layers.mandatory, 0) + layers.mandatory
+    def borders(self, layers: Layers, read: Collection[int]) -> Sequence[int]:
+        """See `LayerPolicy.borders`. The layers read so far share the whole total, and hold all until it is less."""
+        total = layers.count * max(layers.budget - layers.mandatory, 0)
+        bends = {layers.mandatory + total // count for count in (1, *read) if 0 < count < layers.count}
+        return 2 * layers.budget, *sorted(bends)
 
     def preference(self, view: LayerView) -> float:
-        """Of one layer. Not negative; what is no number, as of a window of one query, is 0."""
+        """Of one layer. Not negative; what is no number, as of a window of one query, is 0. Raises `UsageError`."""
+        if view.observation is None:
+            raise UsageError("policy cake needs what the last queries saw, which the selector does not look at", _OTHER)
         entropy, variance = numbers(_entropy_and_variance(view), (_PLANNED, _PLANNED))
         if not (entropy > 0 and variance > 0):
             return 0.0
@@ -60,7 +65,7 @@ class Cake:
 def _entropy_and_variance(view: LayerView) -> Tensor:
     """Both [2] float64. Sums over keys are in float64, so that they do not depend on the blocks."""
     observation = view.observation
-    assert observation is not None
+    assert observation is not None  # see `preference`
     window = observation.queries.shape[1]
     rows = observation.queries.shape[0] // view.keys.shape[0] * window
     totals = view.keys.new_zeros(2, dtype=torch.float64)

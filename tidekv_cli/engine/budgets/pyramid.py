@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
@@ -39,6 +39,6 @@ class Pyramid:
         line = [2 * mean - least - step * layer for layer in range(layers.count)] if layers.count > 1 else [mean]
         return Fixed([always + rows for rows in apportion(line, layers.free_total, [layers.free_most] * layers.count)])
 
-    def borders(self, layers: Layers) -> Sequence[int]:
+    def borders(self, layers: Layers, read: Collection[int]) -> Sequence[int]:
         """See `LayerPolicy.borders`."""
         return (2 * layers.budget,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ class EvenLayers:
         """See `LayerPolicy.begin`."""
         return Fixed([min(layers.budget, layers.length)] * layers.count)
 
-    def borders(self, layers: Layers) -> Sequence[int]:
+    def borders(self, layers: Layers, read: Collection[int]) -> Sequence[int]:
         """See `LayerPolicy.borders`."""
         return (layers.budget,)
 

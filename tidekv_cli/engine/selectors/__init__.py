@@ -132,7 +132,7 @@ def best(ranking: Ranking, view: LayerView, budget: int) -> Selection:
         return Selection(torch.cat((first, last), 1))
     top = StreamingTopK(count, ranking.stop - ranking.first, _BLOCKS_HELD * view.score_block, first=ranking.first)
     for scores in ranking.blocks:
-        top.push(scores)
+        top.push(scores.float())
     positions, kept = (rows.expand(heads, -1) for rows in top.result())
     always = kept.new_full((heads, 1), float("inf"))
     scores = torch.cat((always.expand(-1, first.shape[1]), kept, always.expand(-1, last.shape[1])), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from tidekv_cli.engine.column_sums import ColumnSums
 from tidekv_cli.engine.observation import Observer
@@ -31,6 +32,7 @@ class H2O(Selector):
     def rank(self, view: LayerView, budget: int) -> Ranking:
         """See `Selector.rank`."""
         assert view.observation is not None and view.observation.column_sums is not None
-        before = view.keys.shape[1] - max(int(budget * self.recent), 1)
+        # The part as it was written: 0.29 is no float, and 100 times it would be 28.
+        before = view.keys.shape[1] - max(int(budget * Fraction(str(self.recent))), 1)
         sums = view.observation.column_sums[:, :before]
         return Ranking(0, before, iter(sums.split(view.score_block, 1)))

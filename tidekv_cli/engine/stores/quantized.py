@@ -18,6 +18,7 @@ from tidekv_cli.engine.stores.low_bit_rows import AT_A_TIME, Layout, LowBitRows
 from tidekv_cli.errors import ModelError, UsageError
 
 _QUERIES = 256  # at a time
+_MOST_RESIDUAL = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,13 @@ class Quantized(MakeStore):
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 8):
             raise UsageError(f"bits={self.bits} is impossible", "use 2, 4 or 8")
-        if self.group < 1:
-            raise UsageError(f"group={self.group} is impossible", "use at least 1, for example 32")
+        if not 1 <= self.group <= _MOST_RESIDUAL:
+            raise UsageError(f"group={self.group} is impossible", f"use a number from 1 to {_MOST_RESIDUAL}")
+        if self.residual > _MOST_RESIDUAL:
+            raise UsageError(f"residual={self.residual} is impossible", f"use at most {_MOST_RESIDUAL}")
         if self.residual < 1 or self.residual % self.group:
             raise UsageError(
-                f"residual={self.residual} is no multiple of group={self.group}", f"use {4 * self.group}, for example"
+                f"residual={self.residual} is no multiple of group={self.group}", f"use {self.group}, for example"
             )
 
     def __call__(

@@ -30,9 +30,10 @@ class RollingStore(Store):
     """
 
     def __init__(self, keys: Tensor, values: Tensor, limit: int, sinks: int, room: int, attention: Attention) -> None:
-        """Empty, for rows like `keys` and `values` [1, Hkv, n, D], with `room` for so many of them beside the sinks."""
+        """Empty, for rows like `keys` and `values` [1, Hkv, n, D], with `room` for so many, or all there ever are."""
         self._attention, self._limit = attention, limit
         self._most = limit - sinks  # recent rows
+        room = min(room, self._most + _SPARE)
         self._sinks = _rows(keys, sinks), _rows(values, sinks)
         self._recent = _rows(keys, room), _rows(values, room)
         book(CACHE, *self._sinks, *self._recent)
