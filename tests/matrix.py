@@ -62,8 +62,11 @@ class Scored:
     def assert_keeps_as(self, other: Scored) -> int:
         """Heads whose sets differ, of which there is one in a hundred at most.
 
-        What one lacks and the other has instead may be apart by four times the noise of the scores, and no more.
+        What one lacks and the other has instead may be apart by four times the noise of the scores, and no more; and
+        that noise is rounding. Where layers are chosen from more than once, no set may differ.
         """
+        layers = len(self.prompt.kept)
+
         differing = total = 0
         for layer, kept in enumerate(zip(self.prompt.kept, other.prompt.kept, strict=True)):
             pairs = list(zip(*map(by_head, kept), strict=True))
@@ -71,12 +74,14 @@ class Scored:
             unlike = [head for head, (mine, theirs) in enumerate(sets) if mine != theirs]
             differing, total = differing + len(unlike), total + len(sets)
             if unlike:
+                assert len(self.scores) == len(other.scores) == layers
                 first, scores = self.scores[layer]
                 noise = float((scores - other.scores[layer][1]).abs().max())
                 worth = scores.expand(len(sets), -1)
                 lost = [float(worth[head, at - first]) for head in unlike for at in sets[head][0] - sets[head][1]]
                 won = [float(worth[head, at - first]) for head in unlike for at in sets[head][1] - sets[head][0]]
                 print(f"layer {layer}, heads {unlike}: {lost} for {won}, noise {noise}")
+                assert noise <= 1e-5 * float(scores[scores.isfinite()].abs().max())
                 assert max(lost + won) - min(lost + won) <= 4 * noise
         assert differing <= max(total // 100, 1)
         return differing
@@ -84,7 +89,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model; `windows` says of each layer how many keys its queries see, None for all of them."""
+    """A model; `windows` says of each layer how many keys its queries see, None for all of them, 0 for others' rules."""
 
     model: Any
     config: Mapping[str, Any]
@@ -142,7 +147,7 @@ class Subject:
                 total += store.length
                 assert method.budget_policy != "uniform" or {len(head) for head in heads} == {stay}
             else:
-                assert {len(head) for head in heads} <= {min(window - 1, length), length}
+                assert {len(head) for head in heads} == {length if window == 0 else min(window - 1, length)}
         whole = sum(window is None or window >= length + NEW for window in self.windows)
         assert total == whole * stay
 

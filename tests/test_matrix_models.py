@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import __version__
 
-from tests.architectures import WINDOW, tiny_architecture
+from tests.architectures import tiny_architecture
 from tests.matrix import LEGAL, NEW, Scored, Subject, layers_watched
 from tests.references import plain_greedy, plain_logits
 from tidekv_cli.architectures import SUPPORTED, release_needed
+from tidekv_cli.engine.masks import Visible
 from tidekv_cli.loading import LoadedModel
 from tidekv_cli.methods import METHODS, Method
 
@@ -60,9 +61,9 @@ def subject_of(model: Any, config: dict[str, Any], ids: Sequence[int]) -> Tried:
     return Tried(Subject(model, config, [window_of(visible) for visible in windows]), ids, *plain)
 
 
-def window_of(visible: Any) -> int | None:
-    """What hides something: a window, or chunks, which are not counted here."""
-    return WINDOW if visible.function is not None else visible.window
+def window_of(visible: Visible) -> int | None:
+    """Its window; 0 where another rule says which keys are seen, as in chunks."""
+    return 0 if visible.function is not None else visible.window
 
 
 def check(case: Tried, method: Method, budget: int, chunk: int, **values: int) -> Scored:

@@ -105,7 +105,7 @@ class Prober:
             self._request,
             chunk_size=settings.chunk_size,
             score_block=settings.score_block,
-            budget=budget if settings.method.selector != "all" else None,
+            budget=budget if settings.method.selector_info.budgeted else None,
             dtype=settings.dtype,
             attention=settings.attention,
             max_new_tokens=settings.max_new_tokens,
@@ -139,7 +139,7 @@ def _flags(model: str, settings: PlanSettings, choice: EngineChoice, request: Ru
     method = settings.method
     flags = ["--model", model, "--schedule", method.schedule, "--selector", method.selector]
     flags += ["--budget-policy", method.budget_policy, "--kv-store", method.kv_store]
-    if method.selector != "all":
+    if method.selector_info.budgeted:
         flags += ["--budget", str(choice.budget)]
     flags += ["--chunk-size", str(settings.chunk_size), "--score-block", str(settings.score_block)]
     flags += ["--attention", settings.attention, "--dtype", settings.dtype]

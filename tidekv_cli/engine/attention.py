@@ -132,8 +132,14 @@ def few_keys(
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE over `keys` [B, Hkv, L, D] at positions 0 .. L-1, so few that their logits may be a matrix.
 
-    Query i of `queries` [B, Hq, n, D] is at first_position + i, and sees no key after it.
+    Query i of `queries` [B, Hq, n, D] is at first_position + i, and sees no key after it. Some queries at a time.
     """
+    if queries.shape[2] > _ROWS:
+        parts = [
+            few_keys(queries[:, :, start:stop], keys, values, scale, softcap, first_position + start)
+            for start, stop in rows_of(queries.shape[2])
+        ]
+        return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
     rows, length = queries.shape[2], keys.shape[2]
     grouped = queries.float().unflatten(1, (keys.shape[1], -1))  # [B, Hkv, G, n, D]
     logits = capped(grouped @ keys.float().transpose(2, 3)[:, :, None] * scale, softcap)  # [B, Hkv, G, n, L]

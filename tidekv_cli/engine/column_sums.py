@@ -9,7 +9,7 @@ from tidekv_cli.engine.attention import capped
 from tidekv_cli.engine.ledger import SCORING, births_booked
 from tidekv_cli.engine.observation import Observation
 from tidekv_cli.engine.readback import is_fake
-from tidekv_cli.engine.scoring import window_scores
+from tidekv_cli.engine.scoring import grouped, window_scores
 
 _LOGITS = 1 << 22  # at a time: 16 MiB in float32
 _KEYS, _MOST_QUERIES = 1024, 128
@@ -87,9 +87,8 @@ def _add(sums: Tensor, keys: Tensor, seen: Observation, start: int) -> None:
 
 def _among_themselves(keys: Tensor, seen: Observation) -> Tensor:
     """The weights [Hkv, n] that n queries give to the keys [Hkv, n, D] at their own positions: each up to its own."""
-    heads, rows, size = keys.shape
+    heads, rows, _ = keys.shape
     assert seen.lse is not None
-    queries = (seen.queries.float() * seen.scale).reshape(heads, -1, size)
-    logits = capped(queries @ keys.float().transpose(1, 2), seen.softcap)  # [Hkv, G n, n]
+    logits = capped(grouped(seen, heads) @ keys.float().transpose(1, 2), seen.softcap)  # [Hkv, G n, n]
     weights = logits.sub_(seen.lse.reshape(heads, -1, 1)).exp_().view(heads, -1, rows, rows)
     return weights.tril_().sum((1, 2))

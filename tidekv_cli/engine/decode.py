@@ -73,9 +73,15 @@ def generate_tokens(
 
 @torch.no_grad()
 def next_logits(adapter: ModelAdapter, prompt: Prefilled, tokens: Sequence[int]) -> Tensor:
-    """Logits [V] after `tokens`, one or several that follow what the cache has seen, whose K and V join it."""
+    """Logits [V] after `tokens`, one or several that follow what the cache has seen, whose K and V join it.
+
+    Raises `ValueError` for tokens past `prompt.longest`.
+    """
+    start = prompt.length + prompt.cache[0].added
+    if prompt.longest is not None and start + len(tokens) > prompt.longest:
+        raise ValueError(f"{start + len(tokens)} tokens are more than the {prompt.longest} that the cache was made for")
     adapter.bind(prompt.cache)
     try:
-        return adapter.step(torch.tensor([tokens], device=adapter.device), prompt.length + prompt.cache[0].added)
+        return adapter.step(torch.tensor([tokens], device=adapter.device), start)
     finally:
         adapter.bind(())

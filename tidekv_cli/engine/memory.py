@@ -28,6 +28,15 @@ def attempt(step: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
         return None, (str(error).splitlines() or ["memory ran out"])[0]
 
 
+def lacking(shortage: Callable[[int], str | None], tokens: int, device: torch.device) -> str | None:
+    """Why there is no room for so many tokens, asked again once what nothing uses is given back; None if there is."""
+    found = shortage(tokens)
+    if found is not None:
+        release_unused(device)
+        found = shortage(tokens)
+    return found
+
+
 def restart_device_peaks(device: torch.device) -> None:
     """Peaks of a CUDA device begin again at what is held."""
     if device.type == "cuda":

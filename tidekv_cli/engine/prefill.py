@@ -24,7 +24,7 @@ from tidekv_cli.engine.budgets import BudgetPolicy, Layers
 from tidekv_cli.engine.chunks import Chunk, ChunkSize, chunk_borders, split
 from tidekv_cli.engine.ledger import CACHE, SCORING, births_booked, book
 from tidekv_cli.engine.masks import Visible
-from tidekv_cli.engine.memory import attempt, release_unused
+from tidekv_cli.engine.memory import attempt, lacking, release_unused
 from tidekv_cli.engine.observation import Observation
 from tidekv_cli.engine.selectors import LayerView, Selection, Selector, shared_by_heads, span
 from tidekv_cli.engine.stores import MakeStore, Store
@@ -60,7 +60,8 @@ class Prefilled:
 
     `kept` holds each layer's positions, int64, ascending, where they were asked for: [Hkv, K], or a list by head where
     heads keep different numbers. Times are in seconds; `scoring_s` is choosing what stays. `lowered` says what was made
-    smaller on the way, for want of memory.
+    smaller on the way, for want of memory. Past `longest` tokens, prompt included, a layer's window would hide rows that were kept as if it
+    hid none; None where there is no end.
     """
 
     cache: list[Store]
@@ -70,6 +71,7 @@ class Prefilled:
     prefill_s: float
     scoring_s: float
     lowered: tuple[str, ...] = ()
+    longest: int | None = None
 
 
 class LayerMajorPrefill:
@@ -117,7 +119,7 @@ class LayerMajorPrefill:
         """Prefill the prompt, leaving nothing alive but the result.
 
         Where memory runs out, what nothing uses is given back, and the chunk is halved for the rest of the prompt,
-        down to 256 tokens; in eviction the score block. Raises `MemoryError` when that does not help.
+        down to 256 tokens; in the choice of rows the score block. Raises `MemoryError` when that does not help.
         """
         began = time.perf_counter()
         layers = len(self.adapter.layers)
@@ -137,7 +139,9 @@ class LayerMajorPrefill:
             self._active.after_attention = None  # else the two hold each other, and bridge and KV with them
         seconds = time.perf_counter() - began
         kept = [] if not self._settings.record_kept else [_positions(selection) for selection in self._selections]
-        return Prefilled(self._cache, kept, logits, self._length, seconds, self._scoring_s, tuple(self._lowered))
+        longest = longest_of(self.adapter.visibles(), self._longest)
+        lowered = tuple(self._lowered)
+        return Prefilled(self._cache, kept, logits, self._length, seconds, self._scoring_s, lowered, longest)
 
     def _visibles(self) -> list[Visible]:
         """Of each layer of the whole model."""
@@ -153,7 +157,7 @@ class LayerMajorPrefill:
         pending = self.last_chunks if last else self.chunks
         while pending:
             hidden = None  # of the chunk before
-            shortage = self._shortage(pending[0][1] - pending[0][0])
+            shortage = lacking(self._shortage, pending[0][1] - pending[0][0], self._ids.device)
             if shortage is None:
                 hidden, shortage = attempt(partial(self._chunk, layer, *pending[0], last))
             if shortage is None:
@@ -295,6 +299,11 @@ def places_of(visibles: Sequence[Visible], longest: int) -> list[int | None]:
     """For each layer its number among those that see everything of `longest` tokens, None for the others."""
     whole = [one.function is None and (one.window is None or one.window >= longest) for one in visibles]
     return [sum(whole[:layer]) if everything else None for layer, everything in enumerate(whole)]
+
+
+def longest_of(visibles: Sequence[Visible], longest: int) -> int | None:
+    """See `Prefilled.longest`, of layers that were taken for such as see everything of `longest` tokens."""
+    return longest if any(one.window is not None and one.window >= longest for one in visibles) else None
 
 
 def _positions(selection: Selection | None) -> Tensor | list[Tensor]:

@@ -39,7 +39,7 @@ def window_scores(
     keys [Hkv, S, D]; yields [Hkv, n] float32, in order of position, n at most `block`. Every window query sees every
     prefix key, so no mask is needed. Without an LSE it is computed first (the paper's two passes).
     """
-    queries = _grouped(observation, keys.shape[0]).transpose(1, 2)  # [Hkv, D, G W]
+    queries = grouped(observation, keys.shape[0]).transpose(1, 2)  # [Hkv, D, G W]
     lse = window_lse(keys, observation, block) if observation.lse is None else observation.lse
     rows = queries.shape[2]
     shift = lse.reshape(keys.shape[0], 1, rows) + math.log(rows)  # the mean's division, done once
@@ -68,7 +68,7 @@ def window_lse(keys: Tensor, observation: Observation, block: int) -> Tensor:
 
     Running maximum and normaliser over key blocks; keys past a query's own position count as -inf.
     """
-    queries = _grouped(observation, keys.shape[0]).transpose(1, 2)
+    queries = grouped(observation, keys.shape[0]).transpose(1, 2)
     heads, _, rows = queries.shape
     window = observation.queries.shape[1]
     prefix = keys.shape[1] - window  # what all of them see
@@ -93,7 +93,8 @@ def window_lse(keys: Tensor, observation: Observation, block: int) -> Tensor:
     return maximum + total.log()
 
 
-def _grouped(observation: Observation, kv_heads: int) -> Tensor:
+def grouped(observation: Observation, kv_heads: int) -> Tensor:
+    """The scaled queries [Hkv, G W, D] float32 of each KV head."""
     queries = observation.queries
     return (queries.float() * observation.scale).reshape(kv_heads, -1, queries.shape[-1])
 

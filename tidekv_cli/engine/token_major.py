@@ -19,8 +19,8 @@ from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.budgets import Layers
 from tidekv_cli.engine.chunks import ChunkSize, split
 from tidekv_cli.engine.masks import Visible
-from tidekv_cli.engine.memory import attempt, release_unused
-from tidekv_cli.engine.prefill import Prefilled, PrefillSettings, Progress, Shortage, places_of
+from tidekv_cli.engine.memory import attempt, lacking, release_unused
+from tidekv_cli.engine.prefill import Prefilled, PrefillSettings, Progress, Shortage, longest_of, places_of
 from tidekv_cli.engine.reading import ReadingKV, StreamingKV
 from tidekv_cli.engine.stores import Store
 from tidekv_cli.engine.stores.dense import Dense
@@ -84,7 +84,9 @@ class TokenMajorPrefill:
             layer.store.prompt_ends()
             cache.append(layer.store)
         seconds, scoring_s = time.perf_counter() - began, sum(layer.scoring_s for layer in self._layers)
-        return Prefilled(cache, list(kept), logits, self._length, seconds, scoring_s, tuple(self._chunk_size.lowered))
+        lowered = tuple(self._chunk_size.lowered)
+        longest = longest_of(self.adapter.visibles(), self._length + self._settings.slack)
+        return Prefilled(cache, list(kept), logits, self._length, seconds, scoring_s, lowered, longest)
 
     def _visibles(self) -> list[Visible]:
         """Of each layer of the whole model."""
@@ -120,7 +122,7 @@ class TokenMajorPrefill:
         pending, logits = self.chunks, None
         while pending:
             logits = None  # of the chunk before
-            shortage = self._lacking(pending[0][1] - pending[0][0])
+            shortage = lacking(self._shortage, pending[0][1] - pending[0][0], self._ids.device)
             if shortage is None:
                 logits, shortage = attempt(partial(self._chunk, *pending[0]))
             if shortage is None:
@@ -135,14 +137,6 @@ class TokenMajorPrefill:
             self.chunks = split(self.chunks, self._chunk_size.tokens)
         assert logits is not None
         return logits
-
-    def _lacking(self, tokens: int) -> str | None:
-        """Why there is no room for a chunk, asked again once what nothing uses is given back."""
-        shortage = self._shortage(tokens)
-        if shortage is not None:
-            release_unused(self._ids.device)
-            shortage = self._shortage(tokens)
-        return shortage
 
     def _chunk(self, start: int, stop: int) -> Tensor:
         """Tokens start .. stop-1 through the whole model; logits [V] after the last of them."""

@@ -23,8 +23,8 @@ class AdaHeads:
     """A head gets (1 - alpha) of its count among the layer's best Hkv b rows, and alpha of the mean b.
 
     Source: Feng et al., Ada-KV (2024), alpha=0.2. b counts what is chosen by score, per head; what always stays comes
-    on top. Rounded so that the layer's sum is exact; of equal scores the earlier row counts, then the earlier head. No head is
-    left without a row.
+    on top. Rounded so that the layer's sum is exact; of equal scores the earlier row counts, then the earlier head. No
+    head is left without a row.
     """
 
     alpha: float = 0.2

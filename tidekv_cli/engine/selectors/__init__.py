@@ -30,7 +30,9 @@ class LayerView:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Kept rows, int64, ascending in every head, and the float32 scores that they were kept for, None if unscored.
+    """Kept rows, int64, ascending in every head, and the float32 scores that they were kept for.
+
+    There are no scores where rows have none, or where all that stay always do.
 
     `indices` and `scores` are [Hkv, K] where every head keeps as many. Where they differ, `counts` are the rows of
     each head, and both are [sum of counts], head after head.

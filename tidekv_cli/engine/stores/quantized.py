@@ -92,6 +92,7 @@ class QuantizedStore(Store):
         self._values = LowBitRows(values[0], kind.value_layout(values.shape[3]), length, length + slack)
         self._keys.fill(keys[0], kept.indices)
         self._values.fill(values[0], kept.indices)
+        self._fresh: tuple[Tensor, Tensor] | None = None  # rows [Hkv, n, D] whose queries are yet to be answered
 
     @property
     def length(self) -> int:
@@ -116,35 +117,54 @@ class QuantizedStore(Store):
         """See `Store.pretend`."""
         self._length += tokens
 
+    @property
+    def _settled(self) -> int:
+        return self._length - (0 if self._fresh is None else self._fresh[0].shape[1])
+
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add rows [1, Hkv, n, D] of new tokens and round those that are too old; returns the new ones."""
+        """Add rows [1, Hkv, n, D] of new tokens, which stay as they are until `attend`; returns them."""
         stop, capacity = self.length + keys.shape[2], self._keys.capacity
         if stop > capacity:
             capacity = max(stop, capacity * 3 // 2)
             grown = self._keys.grown(self.length, capacity), self._values.grown(self.length, capacity)
             self._keys, self._values = grown
-        self._keys.append(keys[0], self.length)
-        self._values.append(values[0], self.length)
-        self._length = stop
+        self._fresh, self._length = (keys[0], values[0]), stop
         return keys, values
 
+    def _settle(self) -> None:
+        """Take the fresh rows, and round what is too old by now."""
+        if self._fresh is not None:
+            keys, values = self._fresh
+            self._keys.append(keys, self._settled)
+            self._values.append(values, self._settled)
+            self._fresh = None
+
     def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, Hkv, stop - start, D] as they are stored; `start` is a multiple of the group."""
-        return self._keys.rows(start, stop, self.length)[None], self._values.rows(start, stop, self.length)[None]
+        """Keys and values [1, Hkv, stop - start, D] as they are held; `start` is a multiple of the group."""
+        settled, more = self._settled, max(stop - self._settled, 0)
+        found = []
+        for held, fresh in zip((self._keys, self._values), self._fresh or (None, None), strict=True):
+            rows = held.rows(start, min(stop, settled), settled)
+            found.append(rows if fresh is None or not more else torch.cat((rows, fresh[:, :more]), 1))
+        return found[0][None], found[1][None]
 
     def attend(self, queries: Tensor, scale: float, rule: Rule) -> Tensor:
-        """Output [1, Hq, n, Dv] of the newest n tokens' queries over all rows up to their own; `rule` hides none."""
+        """Output [1, Hq, n, Dv] of the newest n tokens' queries over all rows up to their own; `rule` hides none.
+
+        No query sees a row rounded that is among the newest R at its time.
+        """
         first = self.length - queries.shape[2]
         outputs = []
         for block in queries.split(_QUERIES, 2):
             outputs.append(self._attended(block, first, scale, rule))
             first += block.shape[2]
+        self._settle()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
     def _attended(self, queries: Tensor, first: int, scale: float, rule: Rule) -> Tensor:
         """As `attend`, of queries from row `first` on: the newest rows with them, older ones some at a time."""
         plain, group = Rule(softcap=rule.softcap), self._kind.group
-        border = min(first, max(self.length - self._kind.residual, 0)) // group * group
+        border = max(self._settled - self._kind.residual, 0) // group * group
         out, lse = self._attention.attend(queries, *self.rows(border, first + queries.shape[2]), scale, plain)
         merged = out.float(), lse
         step = max(AT_A_TIME // group, 1) * group

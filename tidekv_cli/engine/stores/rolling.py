@@ -134,10 +134,12 @@ class RollingStore(Store):
     def _make_room(self, count: int) -> None:
         """For `count` rows after those that are held."""
         held, capacity = self._stop - self._start, self._recent[0].shape[2]
-        if self._stop + count <= capacity:
+        most = self._most + _SPARE
+        too_wide = capacity > max(most, held + count)  # since many tokens came at once
+        if self._stop + count <= capacity and not too_wide:
             return
-        if held + count > capacity:
-            more = max(held + count, min(capacity * 3 // 2, self._most + _SPARE))
+        if held + count > capacity or too_wide:
+            more = max(held + count, min(capacity * 3 // 2, most))
             keys, values = (_moved(rows, self._start, held, _rows(rows, more)) for rows in self._recent)
             self._recent = keys, values
             book(CACHE, keys, values)
@@ -177,6 +179,7 @@ class RollingStore(Store):
     def pretend(self, tokens: int) -> None:
         """See `Store.pretend`."""
         self._seen += tokens
+        self._stop = min(self._stop + tokens, self._start + self._most, self._recent[0].shape[2])
 
 
 def _rows(like: Tensor, rows: int) -> Tensor:
