@@ -1,6 +1,6 @@
 """Every method on the embedded model: what it takes while the cache is built, and what stays.
 
-    python benchmarks/methods.py            the table, and docs/methods.md with it in place
+    python benchmarks/methods.py            the table, also in docs/methods.md
     python benchmarks/methods.py --methods tidekv-snapkv,snapkv --tokens 1024 --rounds 1
 
 All run on the same weights, prompt, precision, budget, chunk size and meter, in this process one after another. Bytes
@@ -95,8 +95,11 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    found: dict[str, Measured] = {}
     names = arguments.methods.split(",")
+    unknown = [name for name in names if name not in METHODS]
+    if unknown:
+        parser.error(f"there is no method {', '.join(unknown)}")
+    found: dict[str, Measured] = {}
     for round_number in range(arguments.rounds):
         for name in names:
             one = measured(name, arguments.tokens, arguments.budget, arguments.chunk)
@@ -105,7 +108,7 @@ def main() -> None:
             print(f"round {round_number + 1}, {name}: {one.seconds:.2f} s", file=sys.stderr, flush=True)
     text = table(found, arguments.tokens, arguments.budget, arguments.chunk)
     print(text)
-    if names == list(METHODS):
+    if names == list(METHODS) and all(getattr(arguments, key) == parser.get_default(key) for key in vars(arguments)):
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         after = rest.partition(END)[2]
         PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")

@@ -89,7 +89,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model; `windows` says of each layer how many keys its queries see, None for all of them, 0 for others' rules."""
+    """A model; `windows` are how many keys the queries of each layer see: None for all, 0 for those of other rules."""
 
     model: Any
     config: Mapping[str, Any]
@@ -147,7 +147,9 @@ class Subject:
                 total += store.length
                 assert method.budget_policy != "uniform" or {len(head) for head in heads} == {stay}
             else:
-                assert {len(head) for head in heads} == {length if window == 0 else min(window - 1, length)}
+                whole = window == 0 or method.schedule == "chunked"
+                own = length if whole else min(window - 1, length)
+                assert {len(head) for head in heads} == {own}
         whole = sum(window is None or window >= length + NEW for window in self.windows)
         assert total == whole * stay
 

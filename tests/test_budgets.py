@@ -22,6 +22,7 @@ from tidekv_cli.engine.budgets.pyramid import Pyramid
 from tidekv_cli.engine.budgets.uniform import EvenHeads, EvenLayers
 from tidekv_cli.engine.observation import Observation
 from tidekv_cli.engine.selectors import LayerView, Ranking, Selector
+from tidekv_cli.engine.selectors.keydiff import KeyDiff
 from tidekv_cli.engine.selectors.snapkv import SnapKV
 from tidekv_cli.errors import UsageError
 
@@ -317,3 +318,13 @@ def test_a_plan_of_cake_is_even_and_may_leave_layers_out() -> None:
 def test_a_model_whose_layers_all_have_windows_shares_nothing() -> None:
     for policy in (EvenLayers(), Pyramid(), Cake()):
         policy.begin(Layers(0, 100, 8, 40))
+
+
+@pytest.mark.parametrize("budget", [1, 2, 8])
+@pytest.mark.parametrize("alpha", [0.0, 0.2])
+def test_no_head_is_left_without_a_row(alpha: float, budget: int) -> None:
+    """Where nothing always stays, as with KeyDiff, and a head's keys are alike."""
+    keys = torch.randn(2, 50, 8, generator=torch.Generator().manual_seed(0))
+    keys[0] = keys[0, :1]
+    found = AdaHeads(alpha).select(KeyDiff(), LayerView(keys, None, 16), budget)
+    assert found.counts is not None and sum(found.counts) == 2 * budget and min(found.counts) >= 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.planning import GIB, llama_8b, method, plan_settings
-from tidekv_cli.fitting import Fitter
+from tidekv_cli.fitting import Fitter, raising_flags
 from tidekv_cli.methods import METHODS
 from tidekv_cli.plan import Planner
 from tidekv_cli.plan_settings import PlanSettings
@@ -145,3 +145,9 @@ def test_where_the_whole_cache_would_fit_too(plans: Path) -> None:
     unknown = replace(case, free_bytes=None)
     assert fitter(plans, unknown).plan(unknown, LENGTH).full_cache_peak is None
     assert fitter(plans, case).plan(case, 4000).full_cache_peak is None  # nothing is evicted
+
+
+def test_no_flag_asks_for_less_than_a_selector_keeps() -> None:
+    wide = plan_settings(llama_8b(), axis_settings=METHODS["snapkv"].settings({"window": 512}), budget_tokens=1024)
+    assert raising_flags(wide) == ["--chunk-size 256", "--budget 512"]
+    assert raising_flags(replace(wide, budget_tokens=512)) == ["--chunk-size 256"]

@@ -236,3 +236,9 @@ def test_a_real_run_takes_what_is_simulated(tiny_model: Callable[..., Any], sche
     _, live_peak = Session(model, frozenset()).prefill(random_ids(700), engine)
     simulated = max(sum(phase.values()) - phase["weights"] for phase in simulate(settings, 700)[:-1])
     assert live_peak - storage_bytes(model.parameters()) == pytest.approx(simulated, abs=512)
+
+
+def test_the_part_of_the_budget_is_as_it_was_written() -> None:
+    seen = Observation(torch.zeros(1, 0, 4), None, 1.0, None, torch.zeros(1, 300))
+    view = LayerView(torch.zeros(1, 300, 4), seen, 64)
+    assert [300 - H2O(part).rank(view, 100).stop for part in (0.29, 0.57, 0.5)] == [29, 57, 50]

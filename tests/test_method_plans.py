@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.architectures import tiny_config
 from tests.builders import tiny_causal_model
 from tests.planning import plan_settings
 from tests.references import storage_bytes
+from tidekv_cli.architectures import SUPPORTED
 from tidekv_cli.assembly import engine_settings
 from tidekv_cli.engine.backends import attention_backend
+from tidekv_cli.engine.budgets.cake import Cake
 from tidekv_cli.engine.session import Session
 from tidekv_cli.memory_model import MemoryModel
 from tidekv_cli.methods import METHODS
@@ -127,3 +130,41 @@ def test_lines_know_the_parameters(name: str, changes: dict[str, int]) -> None:
             model.regimes.step * row if model.regimes.step > 1 else 0
         )  # as if the newest rows were as many as can be
         assert 0 <= above <= transient / 100 + steps
+
+
+# Of the layers of a model: late ones are worth all, or early ones, or those in the middle.
+UNEQUAL = [[1, 1e-2, 1e-9, 1e-9, 1e-9, 1e3], [1, 1, 0.1, 1e-6, 1e-6, 1], [1e6, 1, 1, 1, 1, 1], [1, 1, 1e4, 1e4, 1, 1]]
+
+
+@pytest.mark.parametrize("name", CAKE)
+@pytest.mark.parametrize("preferences", UNEQUAL)
+@pytest.mark.parametrize(("length", "budget"), [(600, 100), (1000, 400), (200, 120)])
+def test_layers_that_are_unlike_take_no_more_than_is_planned(
+    name: str, preferences: list[float], length: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_causal_model(num_hidden_layers=6, vocab_size=128, max_position_embeddings=4096)
+    config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    case = settings(name, config, budget_tokens=budget)
+    ids = torch.randint(1, 128, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+    planned = max(sum(phase.values()) for phase in simulate(case, length))
+    given = iter(preferences)
+    monkeypatch.setattr(Cake, "preference", lambda policy, view: next(given))
+    engine = engine_settings(case, length, attention_backend("sdpa", "cpu"))
+    prompt, live = Session(model, frozenset()).prefill(ids, engine)
+    assert live <= planned <= 1.5 * live
+    assert sum(store.length for store in prompt.cache) == 6 * min(budget, length)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tidekv-cake", "tidekv-pyramidkv"])
+@pytest.mark.parametrize(("kind", "changes"), [("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}), ("mistral", {})])
+def test_lines_bend_where_budgets_do(name: str, kind: str, changes: dict[str, Any]) -> None:
+    """With few layers before a kind ends, and with layers whose window hides nothing yet."""
+    config = tiny_config(kind, num_hidden_layers=12, sliding_window=4096, max_position_embeddings=8192, **changes)
+    case = settings(name, config.to_dict() | {"architectures": [SUPPORTED[kind]]}, budget_tokens=128, chunk_size=16)
+    model, before = MemoryModel(case, None), 0
+    for length in (1000, 1400, 1500, 2500, 3500, 6000, 7000):
+        predicted, simulated = (sum(found.values()) for found in (model.peak(length), model.simulated(length)))
+        assert simulated <= predicted <= 1.01 * simulated, length
+        assert predicted >= before or (kind == "mistral" and length == 6000)
+        before = predicted

@@ -203,3 +203,14 @@ def test_what_is_from_no_paper_says_what_it_is() -> None:
     for part in (*SELECTORS.values(), *POLICIES.values(), *STORES.values()):
         assert part.source or part.purpose, part.name
         assert not part.source or re.search(r"20\d\d$", part.source), part.source
+
+
+def test_policies_are_what_they_say() -> None:
+    for info in POLICIES.values():
+        assert info.revises == target_of(info.layers).revises and info.ragged == target_of(info.heads).ragged
+
+
+def test_residuals_have_an_end() -> None:
+    for setting in ({"residual": 8192}, {"group": 1, "residual": (1 << 30) - 1}, {"group": 8192, "residual": 8192}):
+        with pytest.raises(UsageError, match="is impossible"):
+            STORES["quantized"].build(setting)

@@ -218,3 +218,22 @@ def test_progress_reaches_its_total(tiny_model: Callable[..., Any], schedule: st
     )
     assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
     assert seen[-1] == (len(seen), len(seen))
+
+
+def test_memory_is_asked_for_again_once_what_is_unused_is_given_back(tiny_model: Callable[..., Any]) -> None:
+    session, ids = Session(tiny_model(), frozenset()), list(range(1, 101))
+    for schedule in ("tide", "oneshot"):
+        said = iter(["only a little is left"])
+        case = PrefillSettings(schedule, SnapKV(8), uniform(200), FlashCPU(), 32, 64, 4)
+        prompt, _ = session.prefill(ids, case, shortage=lambda tokens, said=said: next(said, None))
+        assert prompt.lowered == ()
+
+
+def test_no_window_is_passed_that_hid_nothing_so_far(tiny_model: Callable[..., Any]) -> None:
+    """What was kept under it would be seen for ever."""
+    session = Session(tiny_model("mistral", sliding_window=64), frozenset())
+    case = PrefillSettings("tide", SnapKV(8), uniform(20), FlashCPU(), 32, 64, 4)
+    prompt, _ = session.prefill(list(range(1, 51)), case)
+    session.follow(prompt, [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="more than the 54"):
+        session.follow(prompt, [5])

@@ -141,6 +141,7 @@ def test_appended_rows_are_as_if_there_from_the_start(sizes: list[int], slack: i
     for size in sizes:
         part = slice(length, length + size)
         store.append(keys[:, :, part], values[:, :, part])
+        store.attend(drawn(1, 2, size, 24), 0.3, PLAIN)
         length += size
         whole = made(keys[:, :, :length], values[:, :, :length])
         assert all(torch.equal(a, b) for a, b in zip(stored(store), stored(whole), strict=True))
@@ -249,3 +250,19 @@ def test_on_fake_tensors_as_on_real_ones(backend: Attention) -> None:
                 out = store.attend(queries, 0.3, PLAIN)
         peaks.append((meter.peak_bytes, meter.live["cache"], out.shape))
     assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_new_rows_are_not_rounded_before_their_queries_are_answered(bits: int) -> None:
+    """However a text is cut: what is among the newest rows of a query is as it was given."""
+    keys, values, queries = drawn(1, 2, 44, 24), drawn(1, 2, 44, 16, seed=1), drawn(1, 2, 40, 24, seed=2)
+    exact = Eager().attend(queries, keys, values, 0.3)[0]
+    kind = Quantized(bits=bits, group=8, residual=16)
+    rows = Selection(torch.arange(4).expand(2, -1))
+    store = kind(keys[:, :, :4], values[:, :, :4], rows, 40, FlashCPU())
+    store.append(keys[:, :, 4:], values[:, :, 4:])
+    assert torch.allclose(store.attend(queries, 0.3, PLAIN), exact, atol=1e-5)
+    store.append(keys[:, :, :1], values[:, :, :1])
+    all_keys, all_values = (torch.cat((rows, rows[:, :, :1]), 2) for rows in (keys, values))
+    again = Eager().attend(queries[:, :, :1], all_keys, all_values, 0.3)[0]
+    assert not torch.allclose(store.attend(queries[:, :, :1], 0.3, PLAIN), again, atol=1e-3)

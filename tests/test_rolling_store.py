@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.planning import uniform
+from tidekv_cli.engine.adapter import ModelAdapter
 from tidekv_cli.engine.attention import PLAIN, Eager, Rule
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
@@ -152,3 +153,27 @@ def test_sinks_of_a_short_prompt_come_later(tiny_model: Callable[..., Any], sche
     for token in ids[8:]:
         one, other = session.follow(short, [token]), session.follow(whole, [token])
         assert torch.allclose(one, other, atol=1e-5 * float(one.abs().max()))
+
+
+def test_a_token_that_is_embedded_as_nothing_says_nothing_of_rotations(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model()
+    model.get_input_embeddings().weight.data[1] = 0
+    turning = Turning(ModelAdapter(model))
+    assert all(turning.of(layer) is not None for layer in range(len(model.model.layers)))
+
+
+def test_room_is_for_what_is_ever_held(tiny_model: Callable[..., Any]) -> None:
+    """Whatever is said of new tokens, and after many that came at once."""
+    session, ids = Session(tiny_model(), frozenset()), list(range(1, 101))
+    for schedule in ("tide", "online"):
+        prompt, _ = session.prefill(ids, settings(40, Streaming(4), 10_000, schedule))
+        store = prompt.cache[0]
+        before = store.nbytes
+        row = before // (40 + 64)
+        assert before == (40 + 64) * row and row == 2 * store.keys.shape[1] * store.keys.shape[3] * 4
+        session.follow(prompt, [3] * 120)
+        session.follow(prompt, [3] * 120)
+        assert store.nbytes > before
+        for token in range(2, 72):
+            session.follow(prompt, [token])
+        assert store.nbytes == before and store.length == 40

@@ -123,7 +123,7 @@ def test_two_packages_that_offer_one_name(tmp_path: Path, monkeypatch: pytest.Mo
 CODE = """
 import torch
 from dataclasses import dataclass
-from tidekv_cli.axes import SelectorInfo
+from tidekv_cli.axes import Parameter, SelectorInfo
 from tidekv_cli.engine.selectors import Ranking, Selection, Selector
 
 class Greedy(Selector):
@@ -134,6 +134,30 @@ class Miscounting(Selector):
     def select(self, view, budget):
         return Selection(torch.arange(budget - 1).expand(view.keys.shape[0], -1))
 
+class Failing(Selector):
+    def rank(self, view, budget):
+        return [][7]
+
+class Repeating(Selector):
+    def select(self, view, budget):
+        return Selection(torch.zeros(view.keys.shape[0], budget, dtype=torch.long))
+
+class Half(Selector):
+    def rank(self, view, budget):
+        heads, length, _ = view.keys.shape
+        return Ranking(0, length - 1, iter([torch.rand(heads, length - 1, dtype=torch.bfloat16)]))
+
+class Other:
+    window, rolling = 0, None
+
+failing = SelectorInfo("failing", "unruly:Failing", scores="head")
+blind = SelectorInfo("blind", "unruly:Half", scores="head", windowed=True)
+half = SelectorInfo("half", "unruly:Half", scores="head")
+repeating = SelectorInfo("repeating", "unruly:Repeating")
+other = SelectorInfo("other", "unruly:Other")
+rolling = SelectorInfo("rolling", "unruly:Half", scores="head", rolling=True)
+lacking = SelectorInfo("lacking", "unruly:Half", parameters=(Parameter("a", 1, "x"),))
+untargeted = SelectorInfo("untargeted", "nowhere")
 greedy = SelectorInfo("greedy", "unruly:Greedy", scores="head")
 miscounting = SelectorInfo("miscounting", "unruly:Miscounting")
 """
@@ -144,6 +168,11 @@ miscounting = SelectorInfo("miscounting", "unruly:Miscounting")
     [
         ("greedy", "uniform", "always keeps"),
         ("greedy", "ada", "always keeps"),
+        ("failing", "uniform", "Failing fails: IndexError"),
+        ("blind", "cake", "does not look at"),
+        ("other", "uniform", "Other is no Selector"),
+        ("lacking", "uniform", "TypeError"),
+        ("untargeted", "uniform", "nowhere"),
         ("miscounting", "uniform", "keeps 39 rows a head, and the budget is 40"),
     ],
 )
@@ -158,3 +187,20 @@ def test_selectors_that_keep_other_than_they_were_told_to(
     for more in ((), ("--dry-run",)):
         result = run_cli(*run, "--selector", name, "--budget-policy", policy, "--kv-store", "flat", *more)
         result.assert_error(2, words)
+
+
+def test_rows_that_repeat_and_scores_of_another_type(
+    tiny_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unruly.py").write_text(CODE, encoding="utf-8")
+    (tmp_path / "doc.txt").write_text("The tide turns twice a day. " * 12, encoding="utf-8")
+    for name in ("repeating", "half", "rolling"):
+        offer(tmp_path, name, f"unruly:{name}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = ("run", str(tmp_path / "doc.txt"), "-m", tiny_directory, "--raw", "-n", "4", "--budget", "40", "--json")
+    run_cli(*run, "--selector", "rolling").assert_error(2, "rolling is True")
+    run_cli(*run, "--selector", "rolling", "--budget-policy", "cake").assert_error(2)
+    assert "do not ascend" in run_cli(*run, "--selector", "repeating").err
+    for policy in ("uniform", "ada"):
+        result = run_cli(*run, "--selector", "half", "--budget-policy", policy, "--kv-store", "flat")
+        assert result.code == 0, result.err

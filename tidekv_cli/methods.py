@@ -82,11 +82,11 @@ def _points(*points: tuple[str, str, str]) -> dict[str, Method]:
 
 METHODS = _points(
     ("tidekv-snapkv", "tide snapkv uniform dense", "SnapKV's cache at a fraction of its peak"),
-    ("tidekv-pyramidkv", "tide snapkv pyramid dense", "PyramidKV's cache likewise"),
-    ("tidekv-adakv", "tide snapkv ada flat", "Ada-KV's cache likewise"),
-    ("tidekv-cake", "tide cake cake dense", "CAKE's cache likewise"),
+    ("tidekv-pyramidkv", "tide snapkv pyramid dense", "PyramidKV's cache at a fraction of its peak"),
+    ("tidekv-adakv", "tide snapkv ada flat", "Ada-KV's cache at a fraction of its peak"),
+    ("tidekv-cake", "tide cake cake dense", "CAKE's cache at a fraction of its peak"),
     ("tidekv-h2o", "tide h2o uniform dense", "H2O's cache without a matrix of the whole prompt"),
-    ("tidekv-chunkkv", "tide chunkkv uniform dense", "ChunkKV's cache likewise"),
+    ("tidekv-chunkkv", "tide chunkkv uniform dense", "ChunkKV's cache at a fraction of its peak"),
     ("tidekv-keydiff", "tide keydiff uniform dense", "KeyDiff's choice, made once a layer"),
     ("tidekv-kivi", "tide all uniform quantized", "KIVI's cache at a fraction of its peak"),
     ("tidekv-recent", "tide recent uniform dense", "the most recent tokens only"),
@@ -151,6 +151,11 @@ def conflict(method: Method) -> tuple[str, str] | None:
         reason = f"selector {selector.name} is not made for schedule {method.schedule}"
         why = f": {selector.unscheduled}" if selector.unscheduled else ""
         return f"{reason}{why}", f"use --schedule {' or '.join(selector.schedules)}"
+    if method.schedule == "online" and (policy.ragged or policy.revises):
+        return (
+            f"policy {policy.name} shares once all of the prompt is read, which schedule online does not wait for",
+            "use --schedule tide or oneshot",
+        )
     if method.schedule in ("chunked", "online") and method.kv_store != "dense":
         return f"schedule {method.schedule} reads on in its cache, which is dense", "use --kv-store dense"
     if shares and not selector.budgeted:
@@ -166,8 +171,6 @@ def conflict(method: Method) -> tuple[str, str] | None:
             f"policy {policy.name} needs scores from the last queries, which selector {selector.name} has not",
             _SCORED,
         )
-    if method.schedule == "online" and (policy.ragged or policy.revises):
-        return f"policy {policy.name} shares once all of the prompt is read", "use --schedule tide or oneshot"
     if policy.ragged and not store.ragged:
         return f"heads keep different numbers of rows, which store {store.name} cannot hold", "use --kv-store flat"
     if policy.revises and not store.trims:

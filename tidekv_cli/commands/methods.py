@@ -10,7 +10,7 @@ import typer
 
 from tidekv_cli.axes import POLICIES, SCHEDULES, STORES, Parameter, Part, PolicyInfo, selector_infos
 from tidekv_cli.environment import Environment
-from tidekv_cli.methods import METHODS
+from tidekv_cli.methods import METHODS, Method
 
 
 def methods(
@@ -40,8 +40,9 @@ def methods(
         }
         environment.write(json.dumps(document, ensure_ascii=False) + "\n")
         return
-    points = [(m.name, *m.axes, m.purpose) for m in METHODS.values()]
-    environment.write(plain_table(("method", "schedule", "selector", "policy", "store", "what it is"), points))
+    points = [(m.name, *m.axes, m.purpose, "; ".join(_sources(m)) or "-") for m in METHODS.values()]
+    head = ("method", "schedule", "selector", "policy", "store", "what it is", "source")
+    environment.write(plain_table(head, points))
     environment.write("\n" + plain_table(("schedule", "what it does"), list(SCHEDULES.items())))
     for axis, infos in axes.items():
         rows = [(info.name, info.source or info.purpose, _listed(info.parameters)) for info in infos]
@@ -58,13 +59,17 @@ def _listed(parameters: Iterable[Parameter]) -> str:
 def _method(name: str) -> dict[str, Any]:
     method = METHODS[name]
     keys = ("schedule", "selector", "budget_policy", "kv_store")
-    infos = method.selector_info, method.policy_info, method.store_info
     return {
         "name": name,
         **dict(zip(keys, method.axes, strict=True)),
         "purpose": method.purpose,
-        "sources": list(dict.fromkeys(info.source for info in infos if info.source)),
+        "sources": _sources(method),
     }
+
+
+def _sources(method: Method) -> list[str]:
+    infos = method.selector_info, method.policy_info, method.store_info
+    return list(dict.fromkeys(info.source for info in infos if info.source))
 
 
 def _document(info: Part | PolicyInfo) -> dict[str, Any]:

@@ -60,8 +60,8 @@ class Prefilled:
 
     `kept` holds each layer's positions, int64, ascending, where they were asked for: [Hkv, K], or a list by head where
     heads keep different numbers. Times are in seconds; `scoring_s` is choosing what stays. `lowered` says what was made
-    smaller on the way, for want of memory. Past `longest` tokens, prompt included, a layer's window would hide rows that were kept as if it
-    hid none; None where there is no end.
+    smaller on the way, for want of memory. Past `longest` tokens, prompt included, a layer's window would hide rows
+    that were kept as if it hid none; None where there is no end.
     """
 
     cache: list[Store]

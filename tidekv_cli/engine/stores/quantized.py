@@ -123,6 +123,7 @@ class QuantizedStore(Store):
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add rows [1, Hkv, n, D] of new tokens, which stay as they are until `attend`; returns them."""
+        self._settle()
         stop, capacity = self.length + keys.shape[2], self._keys.capacity
         if stop > capacity:
             capacity = max(stop, capacity * 3 // 2)
