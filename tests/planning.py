@@ -65,7 +65,7 @@ def plan_settings(config: Mapping[str, Any] | None = None, **changes: Any) -> Pl
     return replace(base, **changes)
 
 
-def marked(seeds: Iterable[int], slow: int) -> list[Any]:
+def marked(seeds: Iterable[Any], slow: int) -> list[Any]:
     """Parameters of tests: the first so many are `slow`, the others `long`."""
     return [
         pytest.param(seed, marks=pytest.mark.slow if number < slow else pytest.mark.long)

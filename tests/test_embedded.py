@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.planning import uniform
+from tests.planning import marked, uniform
 from tests.references import Recorder, dense_snapkv, heads_that_differ, plain_greedy, plain_logits
 from tidekv_cli.engine.flash_cpu import FlashCPU
 from tidekv_cli.engine.prefill import PrefillSettings
@@ -41,8 +41,7 @@ def test_a_short_prompt_without_eviction_equals_the_plain_model(embedded_model: 
     check_equal_to_plain(Session(embedded_model.model, frozenset()), ids, 256, 64, plain)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", [64, 2048])
+@pytest.mark.parametrize("block", marked([64, 2048], 1))
 @pytest.mark.parametrize("chunk", [64, 512, 2048, TOKENS])
 def test_without_eviction_equals_the_plain_model(
     embedded_model: Any, document_ids: list[int], reference: Any, chunk: int, block: int

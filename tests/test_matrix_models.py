@@ -13,15 +13,15 @@ from transformers import __version__
 
 from tests.architectures import tiny_architecture
 from tests.matrix import LEGAL, NEW, Scored, Subject, layers_watched
+from tests.planning import marked
 from tests.references import plain_greedy, plain_logits
 from tidekv_cli.architectures import SUPPORTED, release_needed
 from tidekv_cli.engine.masks import Visible
 from tidekv_cli.loading import LoadedModel
 from tidekv_cli.methods import METHODS, Method
 
-pytestmark = pytest.mark.slow
-# Windows in some layers and soft-caps, windows in all, rotations that move, none in some layers, sinks, chunks.
-KINDS = ("gemma2", "mistral", "phimoe", "smollm3", "gpt_oss", "llama4_text")
+# Windows in some layers and soft-caps, rotations that move, chunks, windows in all, no rotations in some, sinks.
+KINDS = ("gemma2", "phimoe", "llama4_text", "mistral", "smollm3", "gpt_oss")
 LENGTH, BUDGET = 90, 40
 SMALL = {"window": 8, "pool_kernel": 5, "group": 16, "residual": 16}
 TOKENS, KEPT = 192, 64
@@ -81,7 +81,7 @@ def check(case: Tried, method: Method, budget: int, chunk: int, **values: int) -
 
 
 @pytest.mark.parametrize("method", LEGAL, ids=lambda method: method.name)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", marked(KINDS, 3))
 def test_models_of_other_kinds(kind: str, method: Method) -> None:
     case = tried(kind)
     assert len(case.subject.answer(check(case, method, BUDGET, 32, **SMALL).prompt)) == NEW
@@ -93,6 +93,7 @@ def embedded(embedded_model: LoadedModel, document_ids: list[int]) -> Tried:
     return subject_of(embedded_model.model, config, document_ids[:TOKENS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_the_embedded_model(method: Method, embedded: Tried) -> None:
     """By either layer-major schedule too: where they keep the same rows, logits after them agree."""

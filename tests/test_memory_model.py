@@ -220,8 +220,7 @@ def test_a_search_asks_for_a_little_more() -> None:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["tide", "oneshot"])
+@pytest.mark.parametrize("schedule", marked(["tide", "oneshot"], 1))
 @pytest.mark.parametrize("windows", [(3000,), (700, 3000), (200_000,)])
 def test_lines_end_where_a_window_begins_to_hide_something(windows: tuple[int, ...], schedule: str) -> None:
     """Before that a sliding layer's rows are a selector's business, after it they do not grow any more."""

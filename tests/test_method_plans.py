@@ -103,15 +103,14 @@ def test_lines_agree_with_simulation(name: str) -> None:
             assert 0 <= above <= transient / 100 + groups + blocks
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("tidekv-kivi", {"residual": 96, "group": 32}),
-        ("tidekv-kivi", {"residual": 1024}),
-        ("kivi", {"residual": 4096, "bits": 2}),
-        ("tidekv-keydiff", {}),
-        ("keydiff", {}),
+        pytest.param("tidekv-kivi", {"residual": 96, "group": 32}, marks=pytest.mark.slow),
+        pytest.param("tidekv-kivi", {"residual": 1024}, marks=pytest.mark.long),
+        pytest.param("kivi", {"residual": 4096, "bits": 2}, marks=pytest.mark.long),
+        pytest.param("tidekv-keydiff", {}, marks=pytest.mark.slow),
+        pytest.param("keydiff", {}, marks=pytest.mark.slow),
     ],
 )
 def test_lines_know_the_parameters(name: str, changes: dict[str, int]) -> None:

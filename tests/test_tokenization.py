@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.planning import marked
 from tests.tokenizer_kinds import GAPS, KINDS, SPECIAL, SYLLABLES, made_up_text, tokenizer_of
 from tidekv_cli.tokenization import PIECE, Encoded, encode
 from tidekv_cli.tokenizer_kind import kind_of
@@ -186,8 +187,7 @@ def test_control_text_decodes_to_what_was_written(kind: str) -> None:
             assert decoded.removeprefix(" ") == expected.removeprefix(" ")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("line", ["lower", "upper", "mixed", "han", "digits", "sign"])
+@pytest.mark.parametrize("line", marked(["lower", "han", "upper", "mixed", "digits", "sign"], 2))
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in UNCUT])
 def test_time_grows_in_line_with_a_line_without_spaces(kind: str, line: str) -> None:
     tokenizer, source = tokenizer_of(kind), random.Random(0)
