@@ -37,9 +37,9 @@ class Quantized(MakeStore):
             raise UsageError(f"bits={self.bits} is impossible", "use 2, 4 or 8")
         if not 1 <= self.group <= _MOST_RESIDUAL:
             raise UsageError(f"group={self.group} is impossible", f"use a number from 1 to {_MOST_RESIDUAL}")
-        if self.residual > _MOST_RESIDUAL:
-            raise UsageError(f"residual={self.residual} is impossible", f"use at most {_MOST_RESIDUAL}")
-        if self.residual < 1 or self.residual % self.group:
+        if not 1 <= self.residual <= _MOST_RESIDUAL:
+            raise UsageError(f"residual={self.residual} is impossible", f"use a number from 1 to {_MOST_RESIDUAL}")
+        if self.residual % self.group:
             raise UsageError(
                 f"residual={self.residual} is no multiple of group={self.group}", f"use {self.group}, for example"
             )
