@@ -211,6 +211,11 @@ def test_policies_are_what_they_say() -> None:
 
 
 def test_residuals_have_an_end() -> None:
-    for setting in ({"residual": 0, "group": 1}, {"residual": 8192}, {"group": 1, "residual": (1 << 30) - 1}, {"group": 8192, "residual": 8192}):
+    for setting in (
+        {"residual": 0, "group": 1},
+        {"residual": 8192},
+        {"group": 1, "residual": (1 << 30) - 1},
+        {"group": 8192, "residual": 8192},
+    ):
         with pytest.raises(UsageError, match="is impossible"):
             STORES["quantized"].build(setting)
